@@ -1,0 +1,55 @@
+# The pinned llama.cpp with our call sites, built once and only as far as needed.
+
+set(LLAMA_TREE ${CMAKE_CURRENT_BINARY_DIR}/llama.cpp-src)
+file(GLOB patches CONFIGURE_DEPENDS patches/*.patch)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${patches} ${SCRIPTS}/fetch_llama_cpp.py)
+execute_process(COMMAND ${Python_EXECUTABLE} ${SCRIPTS}/fetch_llama_cpp.py ${LLAMA_TREE} RESULT_VARIABLE fetched)
+if(fetched)
+    message(FATAL_ERROR "the llama.cpp source could not be made ready (see above)")
+endif()
+
+set(BUILD_SHARED_LIBS ON)
+set(GGML_NATIVE ${TQ_NATIVE} CACHE BOOL "" FORCE)
+if(NOT TQ_NATIVE)
+    # ggml's own idea of "not native" still assumes AVX2; a wheel that travels must start on any x86-64.
+    foreach(isa SSE42 AVX AVX2 BMI2 FMA F16C)
+        set(GGML_${isa} OFF CACHE BOOL "" FORCE)
+    endforeach()
+endif()
+# ggml's own thread pool: no OpenMP run time to ship, and our attention runs inside it.
+set(GGML_OPENMP OFF CACHE BOOL "" FORCE)
+foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
+    set(LLAMA_BUILD_${part} OFF CACHE BOOL "" FORCE)
+endforeach()
+add_subdirectory(${LLAMA_TREE} llama.cpp EXCLUDE_FROM_ALL)
+
+foreach(target ggml-base ggml-cpu)
+    target_link_libraries(${target} PRIVATE tq)
+    target_include_directories(${target} PRIVATE ggml)
+endforeach()
+target_sources(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
+target_include_directories(llama PRIVATE ggml)
+set_source_files_properties(ggml/tq_kv_cache.cpp TARGET_DIRECTORY llama PROPERTIES
+    COMPILE_OPTIONS "-Wall;-Wextra;-Werror" SKIP_UNITY_BUILD_INCLUSION ON)
+
+# No versioned names: a wheel cannot hold symbolic links and would carry each library three times.
+set(LLAMA_LIBS llama ggml ggml-base ggml-cpu)
+foreach(target ${LLAMA_LIBS})
+    set_property(TARGET ${target} PROPERTY VERSION)
+    set_property(TARGET ${target} PROPERTY SOVERSION)
+    set_property(TARGET ${target} PROPERTY EXCLUDE_FROM_ALL OFF)
+    install(TARGETS ${target} LIBRARY DESTINATION tq_ggml/lib NAMELINK_SKIP)
+endforeach()
+
+# The proof that the built engine has the types, and the ids that tq_ggml/cache_types.py says.
+add_executable(tq-check-types EXCLUDE_FROM_ALL ggml/tq_check_types.c)
+target_link_libraries(tq-check-types PRIVATE ggml ggml-base)
+add_custom_target(tq-types-checked ALL COMMAND tq-check-types DEPENDS tq-check-types)
+
+# llama.cpp's own tests, linked with ggml alone.
+add_custom_target(tq-llama-tests)
+foreach(test test-quantize-fns test-backend-ops)
+    add_executable(${test} EXCLUDE_FROM_ALL ${LLAMA_TREE}/tests/${test}.cpp)
+    target_link_libraries(${test} PRIVATE ggml ggml-base ggml-cpu)
+    add_dependencies(tq-llama-tests ${test})
+endforeach()

@@ -1,0 +1,92 @@
+// Shared by the reference, the ISA files and the dispatcher; not installed.
+#ifndef TQ_IMPL_H
+#define TQ_IMPL_H
+
+#include "tq.h"
+#include "tq_codebook.h"
+
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+static_assert(sizeof(tq3_block) == 14, "tq3 is 14 bytes per 32 values");
+static_assert(sizeof(tq4_block) == 18, "tq4 is 18 bytes per 32 values");
+static_assert(sizeof(tq_query_block) == 36, "a query block is a float and 32 int8");
+
+#define TQ_MAX_INPUT  65504.0f             // the largest fp16; keeps the block scale finite
+#define TQ_MIN_SUMSQ  1e-14f               // below this the fp16 scale would be 0: the block is stored as zeros
+#define TQ_WHT_SCALE  0.17677669529663687f // 1/sqrt(32)
+#define TQ_LEVEL_STEP 0.03125f             // value = d * level / 32: centres fp16's range on the scales that occur
+
+// One row per SIMD level; the dispatcher picks the first that runs here.
+typedef struct {
+    void (*quantize_row)(const float * src, void * dst, int64_t n);
+    void (*dequantize_row)(const void * src, float * dst, int64_t n);
+    void (*vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, int nrc);
+} tq_type_kernels;
+
+typedef struct {
+    const char *    name;
+    bool (*runs_here)(void);
+    tq_type_kernels type[TQ_TYPE_COUNT];
+    void (*query_row)(const float * src, void * dst, int64_t n);
+} tq_kernels;
+
+#define TQ_DECLARE_KERNELS(suffix)                                                                              \
+    void tq3_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                   \
+    void tq4_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                   \
+    void tq3_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                 \
+    void tq4_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                 \
+    void tq3_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
+                              int nrc);                                                                         \
+    void tq4_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
+                              int nrc);                                                                         \
+    void tq_query_row_##suffix(const float * src, void * dst, int64_t n)
+
+TQ_DECLARE_KERNELS(ref);
+TQ_DECLARE_KERNELS(avx2);
+TQ_DECLARE_KERNELS(avx512bw);
+TQ_DECLARE_KERNELS(avx512);
+TQ_DECLARE_KERNELS(neon);
+TQ_DECLARE_KERNELS(dotprod);
+
+static inline uint32_t tq_float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+static inline float tq_bits_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+// fp16 of 0 <= x <= 65504, to nearest even. Written out so that a CPU without fp16 instructions gives the same bits.
+static inline uint16_t tq_scale_to_fp16(float x) {
+    if (x < 6.103515625e-05f) {
+        return (uint16_t) lrintf(x * 16777216.0f);  // subnormal: a multiple of 2^-24
+    }
+    const uint32_t bits = tq_float_bits(x);
+    return (uint16_t) ((bits + 0xfff + ((bits >> 13) & 1) - (112u << 23)) >> 13);
+}
+
+static inline float tq_fp16_to_float(uint16_t h) {
+    const uint32_t sign     = (uint32_t) (h & 0x8000) << 16;
+    const uint32_t exponent = (h >> 10) & 0x1f;
+    const uint32_t mantissa = h & 0x3ff;
+    if (exponent == 0) {
+        const float magnitude = (float) mantissa * 5.9604644775390625e-08f;
+        return sign ? -magnitude : magnitude;
+    }
+    const uint32_t biased = exponent == 31 ? 255 : exponent + 112;
+    return tq_bits_float(sign | (biased << 23) | (mantissa << 13));
+}
+
+// The refitted block scale: least squares over the chosen levels, back from fixed point.
+static inline uint16_t tq_refit_scale(int32_t dot, int32_t norm, float rms) {
+    const float d = ((float) dot / (float) norm) * (rms * (1.0f / TQ_RMS_ONE)) * (1.0f / TQ_LEVEL_STEP);
+    return tq_scale_to_fp16(fminf(d, TQ_MAX_INPUT));
+}
+
+#endif  // TQ_IMPL_H

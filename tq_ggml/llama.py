@@ -1,0 +1,157 @@
+"""`Llama`: llama_cpp.Llama with the KV cache types of this package, by name.
+
+Importing this module loads the libraries (`tq_ggml.library.activate`); `tq_ggml.Llama` does it on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from tq_ggml.cache_types import CacheType, parse_pair, resolve
+from tq_ggml.errors import CacheTypeError, EngineError
+from tq_ggml.library import activate, engine_log, kv_cache_bytes
+from tq_ggml.limits import check_cache
+from tq_ggml.models import check_gguf
+
+llama_cpp = activate()
+
+Spec = str | int | CacheType
+_MIB = 1 << 20
+_F16 = resolve("f16")
+
+
+class Llama(llama_cpp.Llama):
+    """llama_cpp.Llama whose KV cache may be tq4 or tq3; every other argument is the parent's.
+
+    Args:
+        model_path: a GGUF file.
+        cache_type: for keys and values, ``"tq4"`` or ``"q8_0/tq4"`` (keys/values): a name, an alias or a ggml id.
+        cache_type_k, cache_type_v: one side; wins over ``cache_type``.
+        type_k, type_v: the parent's spelling of the same two, names allowed. Where nothing is given, the environment's
+            ``LLAMA_ARG_CACHE_TYPE_K`` / ``_V`` decide, as in llama.cpp's own programs, then f16.
+        flash_attn: switched on by default when values are quantised or a tq type is used.
+        verbose: llama.cpp's log on stderr; False by default.
+
+    One line on stderr tells the size of the cache, unless ``TQ_GGML_QUIET=1`` is set.
+
+    Attributes:
+        cache_type_k, cache_type_v: `CacheType` of keys and values.
+        kv_bytes_k, kv_bytes_v: bytes of keys and values as the engine allocated them.
+        kv_bytes_f16: bytes that the same cache would take in f16.
+
+    Raises:
+        CacheTypeError: unknown type, contradictory arguments, a block that does not divide the head size, or quantised
+            values with ``flash_attn=False``.
+        TqError: the file is missing, no GGUF, or truncated.
+        EngineError: the cache is larger than the memory, or llama.cpp refuses (its own reason is quoted).
+    """
+
+    cache_type_k: CacheType
+    cache_type_v: CacheType
+    kv_bytes_k: int
+    kv_bytes_v: int
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *args: Any,
+        cache_type: Spec | None = None,
+        cache_type_k: Spec | None = None,
+        cache_type_v: Spec | None = None,
+        type_k: Spec | None = None,
+        type_v: Spec | None = None,
+        flash_attn: bool | None = None,
+        n_ctx: int = 512,
+        verbose: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        both = (None, None) if cache_type is None else parse_pair(cache_type)
+        self.cache_type_k = _Side("k", cache_type_k, type_k, both[0]).choose()
+        self.cache_type_v = _Side("v", cache_type_v, type_v, both[1]).choose()
+        flash_attn = _flash_attention(flash_attn, self.cache_type_k, self.cache_type_v)
+        info = check_gguf(model_path)
+        check_cache(info, self.cache_type_k, self.cache_type_v, n_ctx, weights=info.size)
+        engine_log.clear()
+        try:
+            super().__init__(
+                str(info.path),
+                *args,
+                type_k=self.cache_type_k.ggml_id,
+                type_v=self.cache_type_v.ggml_id,
+                flash_attn=flash_attn,
+                n_ctx=n_ctx,
+                verbose=verbose,
+                **kwargs,
+            )
+        except (ValueError, RuntimeError) as exc:
+            if not engine_log.errors:
+                raise  # the parent's own complaint about an argument
+            raise EngineError(f"{exc}{engine_log.reason()}") from exc
+        self.kv_bytes_k, self.kv_bytes_v = kv_cache_bytes(self.ctx)
+        if os.environ.get("TQ_GGML_QUIET") != "1":
+            print(f"tq-ggml: {self.kv_summary()}", file=sys.stderr)
+
+    @property
+    def kv_bytes_f16(self) -> int:
+        """Bytes of the same cache in f16: exact, because whole blocks were allocated."""
+        return sum(
+            n // t.type_size * t.block_size * _F16.type_size
+            for n, t in ((self.kv_bytes_k, self.cache_type_k), (self.kv_bytes_v, self.cache_type_v))
+        )
+
+    def kv_summary(self) -> str:
+        """The cache in one line: MiB of keys and values, what f16 would take and how many times more that is."""
+        total = self.kv_bytes_k + self.kv_bytes_v
+        if total == 0:
+            return "llama.cpp reports no KV cache for this model"
+        flash = self.context_params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        return (
+            f"KV cache K ({self.cache_type_k}): {self.kv_bytes_k / _MIB:.2f} MiB, "
+            f"V ({self.cache_type_v}): {self.kv_bytes_v / _MIB:.2f} MiB; "
+            f"f16 would be {self.kv_bytes_f16 / _MIB:.2f} MiB ({self.kv_bytes_f16 / total:.2f}x); "
+            f"flash attention {'on' if flash else 'off'}"
+        )
+
+    def close(self) -> None:
+        """Free model and cache; also safe after a constructor that failed before the parent's."""
+        if hasattr(self, "_stack"):
+            super().close()
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The ways a user can name the type of keys (``k``) or values (``v``)."""
+
+    name: str
+    cache_type: Spec | None
+    parent_type: Spec | None
+    both: CacheType | None
+
+    def choose(self) -> CacheType:
+        ours = self.both if self.cache_type is None else self.cache_type
+        if ours is not None and self.parent_type is not None:
+            other = "cache_type" if self.cache_type is None else f"cache_type_{self.name}"
+            raise CacheTypeError(f"{other} and type_{self.name} are both given; give one of them")
+        given = self.parent_type if ours is None else ours
+        return self._from_environment() if given is None else resolve(given)
+
+    def _from_environment(self) -> CacheType:
+        variable = f"LLAMA_ARG_CACHE_TYPE_{self.name.upper()}"
+        try:
+            return resolve(os.environ.get(variable) or _F16)
+        except CacheTypeError as exc:
+            raise CacheTypeError(f"environment variable {variable}: {exc}") from None
+
+
+def _flash_attention(asked: bool | None, type_k: CacheType, type_v: CacheType) -> bool:
+    if asked is None:
+        return type_v.is_quantized or type_k.name.startswith("tq")
+    if not asked and type_v.is_quantized:
+        raise CacheTypeError(
+            f"flash_attn=False does not go with {type_v} values: llama.cpp reads quantised values only in flash "
+            "attention; leave flash_attn out, or use f16 values"
+        )
+    return asked

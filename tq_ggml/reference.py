@@ -1,0 +1,282 @@
+"""The tq3 and tq4 block codecs in numpy: the specification that the C kernels must match byte for byte.
+
+TurboQuant's MSE stage (arXiv 2504.19874) on blocks of 32 values: a signed Walsh-Hadamard transform, then Lloyd-Max
+codes and one fp16 scale. Float operations are IEEE float32, rounded to nearest even after each one (no FMA), and
+their order is part of the format. All functions work on all blocks at once; the last axis is the block.
+
+=====  =====  ==================================================================================================
+type   bytes  layout
+=====  =====  ==================================================================================================
+tq4    18     fp16 scale; 16 bytes: code of element j in the low nibble of byte j, of j+16 in the high one;
+              code = magnitude index | sign << 3
+tq3    14     fp16 scale; 8 bytes: magnitude indices of elements j, j+8, j+16, j+24 at bits 0, 2, 4, 6 of byte j;
+              4 bytes: bit i of a little-endian word is the sign of element i
+=====  =====  ==================================================================================================
+
+A value is ±level · scale / 32 in the rotated domain. An all-zero block is 32 zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tq_ggml.cache_types import resolve
+from tq_ggml.codebooks import RMS_ONE, BlockTable, block_table, sign_mask
+from tq_ggml.errors import CacheTypeError
+
+BLOCK = 32
+F16_MAX = np.float32(65504)
+MIN_SUMSQ = np.float32(1e-14)  # blocks with a smaller sum of squares are stored as zeros
+INT16_MAX = np.float32(32767)
+LEVEL_SCALE = np.float32(1 / 32)  # keeps the scale of ordinary data in fp16's normal range
+ROTATION_SCALE = np.float32(1 / np.sqrt(32))
+SIGNS = np.where(sign_mask() >> np.arange(BLOCK) & 1, -1, 1).astype(np.float32)
+
+_BITS = {"tq3": 3, "tq4": 4}
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """Blocks before packing: ``scale`` float16 (m,), ``index`` uint8 (m, 32), ``negative`` bool (m, 32)."""
+
+    scale: np.ndarray
+    index: np.ndarray
+    negative: np.ndarray
+
+
+# ---- the public functions ----
+
+
+def quantize(x: np.ndarray, type_name: str, scale: str = "search") -> np.ndarray:
+    """Encode float32 values.
+
+    Args:
+        x: float32 (..., n), n a multiple of 32. NaN counts as 0 and values are clamped to ±65504.
+        type_name: "tq3" or "tq4", or an alias.
+        scale: "search" tries eight scales and refits the best by least squares, as the kernels do; "norm" takes the
+            scale from the block's norm, as MNN does, for comparison.
+
+    Returns:
+        uint8 (..., n/32 · type size).
+
+    Raises:
+        TypeError: ``x`` is not float32.
+        ValueError: the last axis is not a multiple of 32; unknown type or scale.
+    """
+    name, size = _block_type(type_name)
+    encode = {"search": _encode_search, "norm": _encode_norm}.get(scale)
+    if encode is None:
+        raise ValueError(f"scale={scale!r}: choose 'search' or 'norm'")
+    blocks = _blocks(x)
+    packed = _pack(encode(rotate(_finite(blocks)), block_table(_BITS[name])), name)
+    return packed.reshape(*x.shape[:-1], x.shape[-1] // BLOCK * size)
+
+
+def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
+    """Decode what `quantize` wrote.
+
+    Args:
+        data: uint8 (..., n/32 · type size).
+        type_name: "tq3" or "tq4", or an alias.
+
+    Returns:
+        float32 (..., n).
+
+    Raises:
+        TypeError: ``data`` is not uint8.
+        ValueError: the last axis is not a whole number of blocks; unknown type.
+    """
+    name, size = _block_type(type_name)
+    data = _array(data, np.uint8, size, f"bytes of a {name} block")
+    codes = _unpack(data.reshape(-1, size), name)
+    y = _values(codes, block_table(_BITS[name]).levels)
+    return unrotate(y).reshape(*data.shape[:-1], data.shape[-1] // size * BLOCK)
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """Fixed signs, then the orthonormal Walsh-Hadamard transform, on each 32 values of the last axis.
+
+    Args:
+        x: float32 (..., n), n a multiple of 32.
+
+    Returns:
+        float32 (..., n).
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
+    """
+    return (_hadamard(_blocks(x) * SIGNS) * ROTATION_SCALE).reshape(x.shape)
+
+
+def unrotate(y: np.ndarray) -> np.ndarray:
+    """The inverse of `rotate`; same shapes and errors."""
+    return (_hadamard(_blocks(y)) * ROTATION_SCALE * SIGNS).reshape(y.shape)
+
+
+def nmse(x: np.ndarray, decoded: np.ndarray) -> float:
+    """Squared error of ``decoded`` over the energy of ``x``, summed in float64.
+
+    Raises:
+        ValueError: the shapes differ, or ``x`` has no energy.
+    """
+    if np.shape(x) != np.shape(decoded):
+        raise ValueError(f"shapes {np.shape(x)} and {np.shape(decoded)} differ")
+    x = np.asarray(x, dtype=np.float64)
+    energy = float(np.sum(x * x))
+    if energy == 0:
+        raise ValueError("the NMSE of all-zero data is undefined")
+    return float(np.sum((x - decoded) ** 2)) / energy
+
+
+# ---- checks ----
+
+
+def _block_type(type_name: str) -> tuple[str, int]:
+    found = resolve(type_name)
+    if found.name not in _BITS:
+        raise CacheTypeError(f"the reference codec knows {' and '.join(_BITS)}, not {found.name}")
+    return found.name, found.type_size
+
+
+def _array(a: np.ndarray, dtype: type, multiple: int, what: str) -> np.ndarray:
+    if not isinstance(a, np.ndarray) or a.dtype != dtype:
+        found = a.dtype if isinstance(a, np.ndarray) else type(a).__name__
+        name = np.dtype(dtype).name
+        raise TypeError(f"expected a {name} array, got {found}; convert with np.asarray(x, dtype=np.{name})")
+    if a.ndim == 0 or a.shape[-1] % multiple:
+        raise ValueError(f"the last axis of shape {a.shape} must be a multiple of {multiple}, the {what}")
+    return a
+
+
+def _blocks(x: np.ndarray) -> np.ndarray:
+    return _array(x, np.float32, BLOCK, "values of a block").reshape(-1, BLOCK)
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
+    return np.clip(np.where(np.isnan(x), np.float32(0), x), -F16_MAX, F16_MAX)
+
+
+# ---- encoder ----
+
+
+def _hadamard(x: np.ndarray) -> np.ndarray:
+    """Unnormalised Walsh-Hadamard transform of (m, 32) float32, strides 1 to 16."""
+    for h in (1, 2, 4, 8, 16):
+        pairs = x.reshape(-1, BLOCK // (2 * h), 2, h)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        x = np.stack((a + b, a - b), axis=2)
+    return x.reshape(-1, BLOCK)
+
+
+def _sum_of_squares(y: np.ndarray) -> np.ndarray:
+    """(m, 32) -> (m,), by halves: the order in which SIMD lanes add up."""
+    acc = y * y
+    for h in (16, 8, 4, 2, 1):
+        acc = acc[:, :h] + acc[:, h : 2 * h]
+    return acc[:, 0]
+
+
+def _rms(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Root mean square of each block, 1 where the block is to be stored as zeros, and where that is."""
+    sumsq = _sum_of_squares(y)
+    zero = ~(sumsq >= MIN_SUMSQ)
+    return np.sqrt(np.where(zero, np.float32(BLOCK), sumsq) * np.float32(1 / BLOCK)), zero
+
+
+def _fixed_point(y: np.ndarray, rms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The block as int16 with RMS 2048, and the float32 factor that makes it so."""
+    inv = np.float32(RMS_ONE) / rms
+    return np.rint(y * inv[:, None]).astype(np.int16), inv
+
+
+def _encode_search(y: np.ndarray, table: BlockTable) -> Codes:
+    """Try the candidate scales, refit the best one, then code with the scale as fp16 will store it."""
+    rms, zero = _rms(y)
+    t, inv = _fixed_point(y, rms)
+    projection, energy = _best_candidate(np.abs(t), table)
+    scale = projection / energy * (rms * np.float32(1 / RMS_ONE)) * np.float32(32)
+    return _encode_at(t, inv, scale, zero, table)
+
+
+def _encode_norm(y: np.ndarray, table: BlockTable) -> Codes:
+    """The seed's encoder: one level unit is the block's RMS over the codebook's σ."""
+    rms, zero = _rms(y)
+    t, inv = _fixed_point(y, rms)
+    scale = rms * np.float32(32 / table.multiplier)
+    return _encode_at(t, inv, scale, zero, table)
+
+
+def _best_candidate(a: np.ndarray, table: BlockTable) -> tuple[np.ndarray, np.ndarray]:
+    """Sum of magnitude·level and of level², as float32 (m,), for the candidate that captures most of the block.
+
+    The least-squares scale for given levels leaves the error |a|² - (Σ a·L)² / Σ L²; the second term is the score.
+    """
+    best_score = np.full(len(a), -1, np.float32)
+    best_projection, best_energy = np.ones_like(best_score), np.ones_like(best_score)
+    for thresholds in table.thresholds:
+        level = table.levels.astype(np.int32)[_count_above(a, thresholds)]
+        projection = np.sum(a * level, axis=1, dtype=np.int32).astype(np.float32)
+        energy = np.sum(level * level, axis=1, dtype=np.int32).astype(np.float32)
+        score = projection * projection / energy
+        better = score > best_score
+        best_score = np.where(better, score, best_score)
+        best_projection = np.where(better, projection, best_projection)
+        best_energy = np.where(better, energy, best_energy)
+    return best_projection, best_energy
+
+
+def _encode_at(t: np.ndarray, inv: np.ndarray, scale: np.ndarray, zero: np.ndarray, table: BlockTable) -> Codes:
+    """Code the fixed-point block with a given scale, rounded to fp16 first: the cells must fit what is decoded."""
+    scale = np.minimum(scale, F16_MAX).astype(np.float16)
+    unit = scale.astype(np.float32) * inv * LEVEL_SCALE  # one step of the integer levels, in fixed point
+    neighbours = (table.levels[1:].astype(np.int32) + table.levels[:-1]).astype(np.float32)
+    ends = np.rint(unit[:, None] * neighbours * np.float32(0.5))
+    index = _count_above(np.abs(t), np.minimum(ends, INT16_MAX).astype(np.int16))
+    zero = zero | (scale == 0)
+    return Codes(
+        scale=np.where(zero, np.float16(0), scale),
+        index=np.where(zero[:, None], np.uint8(0), index),
+        negative=(t < 0) & ~zero[:, None],
+    )
+
+
+def _count_above(a: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """How many of the thresholds, (n,) or (m, n), each magnitude (m, 32) exceeds: its level's index, uint8."""
+    return sum((a > thresholds[..., j, None]).astype(np.uint8) for j in range(thresholds.shape[-1]))
+
+
+# ---- layouts ----
+
+
+def _pack(codes: Codes, name: str) -> np.ndarray:
+    scale = codes.scale.astype("<f2")[:, None].view(np.uint8)
+    body = _pack_tq4(codes) if name == "tq4" else _pack_tq3(codes)
+    return np.concatenate((scale, *body), axis=1)
+
+
+def _pack_tq4(codes: Codes) -> tuple[np.ndarray, ...]:
+    code = codes.index | codes.negative.astype(np.uint8) << 3
+    return (code[:, :16] | code[:, 16:] << 4,)
+
+
+def _pack_tq3(codes: Codes) -> tuple[np.ndarray, ...]:
+    index = codes.index.reshape(-1, 4, 8)
+    planes = index[:, 0] | index[:, 1] << 2 | index[:, 2] << 4 | index[:, 3] << 6
+    return planes, np.packbits(codes.negative, axis=1, bitorder="little")
+
+
+def _unpack(blocks: np.ndarray, name: str) -> Codes:
+    scale = np.ascontiguousarray(blocks[:, :2]).view("<f2")[:, 0]
+    if name == "tq4":
+        code = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
+        return Codes(scale, code & 7, code >= 8)
+    index = np.concatenate([blocks[:, 2:10] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    return Codes(scale, index, np.unpackbits(blocks[:, 10:], axis=1, bitorder="little").astype(bool))
+
+
+def _values(codes: Codes, levels: np.ndarray) -> np.ndarray:
+    """Rotated values, float32 (m, 32)."""
+    signed = np.where(codes.negative, -levels[codes.index], levels[codes.index]).astype(np.float32)
+    return signed * (codes.scale.astype(np.float32) * LEVEL_SCALE)[:, None]
