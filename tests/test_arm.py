@@ -35,6 +35,10 @@ class Run(NamedTuple):
     forced: str
     level: str
 
+    @property
+    def suffix(self) -> str:
+        return "ref" if self.level == "scalar" else self.level
+
 
 RUNS = [
     Run("cortex-a72", "", "neon"),
@@ -64,15 +68,14 @@ def cmake_flags(pattern: str) -> list[str]:
 def compile_tool(directory: Path) -> Path:
     flags = ["-std=gnu11", "-static", f"-I{C_SRC / 'tq'}"]
     flags += cmake_flags(r"target_compile_options\(tq_flags INTERFACE (.*?)\)")
-    sources = {C_SRC / "tq/tq_dispatch.c": [], C_SRC / "tq/tq_ref.c": [], Path(__file__).with_name("tq_codec_tool.c"): []}
-    objects = [(source, directory / f"{source.stem}.o", extra) for source, extra in sources.items()]
+    portable = [C_SRC / "tq/tq_dispatch.c", C_SRC / "tq/tq_ref.c", Path(__file__).with_name("tq_codec_tool.c")]
+    objects = [(source, source.stem, []) for source in portable]
     for isa in ("neon", "dotprod"):
-        extra = cmake_flags(rf"tq_add_isa\({isa} tq_neon\.c ?(.*?)\)")
-        objects.append((C_SRC / "tq/tq_neon.c", directory / f"{isa}.o", extra))
-    for source, target, extra in objects:
-        call([COMPILER, *flags, *extra, "-c", source, "-o", target])
+        objects.append((C_SRC / "tq/tq_neon.c", isa, cmake_flags(rf"tq_add_isa\({isa} tq_neon\.c ?(.*?)\)")))
+    for source, stem, isa_flags in objects:
+        call([COMPILER, *flags, *isa_flags, "-c", source, "-o", directory / f"{stem}.o"])
     tool = directory / "tq_codec_tool"
-    call([COMPILER, "-static", *(target for _, target, _ in objects), "-lm", "-o", tool])
+    call([COMPILER, "-static", *(directory / f"{stem}.o" for _, stem, _ in objects), "-lm", "-o", tool])
     return tool
 
 
@@ -95,11 +98,11 @@ def tool(tmp_path_factory) -> Path:
     return compile_tool(tmp_path_factory.mktemp("arm"))
 
 
-def run_tool(tool: Path, run: Run, name: str, kind: str, keys: np.ndarray, queries: np.ndarray):
+def run_tool(tool: Path, run: Run, name: str, kind: str, keys: np.ndarray, queries: np.ndarray, *qemu_options):
     """Results as a record array with fields blocks, decoded, query and dot, a record a row; and stderr."""
     records = b"".join(k.tobytes() + q.tobytes() for k, q in zip(keys, queries, strict=True))
     environment = {**os.environ, "TQ_SIMD": run.forced}
-    done = call([QEMU, "-cpu", run.cpu, tool, name, kind], input=records, env=environment)
+    done = call([QEMU, "-cpu", run.cpu, *qemu_options, tool, name, kind], input=records, env=environment)
     result = np.dtype(
         [
             ("blocks", "u1", BLOCKS * BLOCK_BYTES[name]),
@@ -159,6 +162,26 @@ def equal_magnitudes() -> np.ndarray:
     return np.concatenate((signs, ref.unrotate(signs), np.ones((1, ROW)), small_integers)).astype(np.float32)
 
 
+def ties() -> np.ndarray:
+    """Rotated values that are odd multiples of max/254: an int8 query rounds them half to even."""
+    rng = np.random.default_rng(13)
+    odd = rng.integers(-127, 127, (256, ref.BLOCK)) * 2 + 1
+    odd[:, 5] = 254
+    unscaled = odd * rng.integers(1, 255, (256, 1))
+    hadamard = np.rint(ref.unrotate(np.eye(ref.BLOCK, dtype=np.float32)) * np.sqrt(np.float32(32)))
+    return (unscaled @ hadamard / 32).astype(np.float32).reshape(-1, ROW)  # exact, as every sum of the rotation
+
+
+def smallest_blocks() -> np.ndarray:
+    """Sums of squares within a few rounding errors of the limit: the order of summation decides what becomes zeros."""
+    rng = np.random.default_rng(14)
+    y = 0.04 * rng.standard_normal((1024, ref.BLOCK))
+    y[:, 3] = 1  # most energy in one element: the scale is then not rounded to 0 anyway
+    sums = np.float64(ref.MIN_SUMSQ) * (1 + 6e-8 * rng.uniform(-3, 3, (1024, 1)))
+    sizes = np.sqrt(sums / np.sum(y * y, axis=1, keepdims=True))
+    return ref.unrotate((y * sizes).astype(np.float32)).reshape(-1, ROW)
+
+
 def huge() -> np.ndarray:
     """Up to the cap of the fp16 scale."""
     aligned = np.tile(ref.SIGNS, BLOCKS)[None] * np.float32(65504)
@@ -180,6 +203,8 @@ VALUES = {
     "zero blocks": zero_blocks,
     "spikes": spikes,
     "equal magnitudes": equal_magnitudes,
+    "ties": ties,
+    "smallest blocks": smallest_blocks,
     "huge": huge,
     "denormals": denormals,
 }
@@ -251,6 +276,17 @@ def test_the_level_that_runs(tool, run):
     if run.forced not in ("", run.level):
         expected = f"tq-ggml: TQ_SIMD={run.forced} cannot run here; using neon. Levels here: neon scalar\n{expected}"
     assert stderr == expected
+
+
+@EACH_TYPE
+@EACH_RUN
+def test_the_functions_that_run(tool, run, name, tmp_path):
+    """Not only the level's name: qemu writes down which functions it translated."""
+    log = tmp_path / "log"
+    run_tool(tool, run, name, "values", gaussian(1), gaussian(1), "-d", "in_asm", "-D", log)
+    executed = set(re.findall(r"^IN: (tq\w*_(?:ref|neon|dotprod))$", log.read_text(), re.MULTILINE))
+    rows = (f"{name}_quantize_row", f"{name}_dequantize_row", f"{name}_vec_dot", "tq_query_row")
+    assert executed == {f"{row}_{run.suffix}" for row in rows}
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # signalling NaN in numpy

@@ -116,6 +116,8 @@ def test_the_end_of_the_context(model):
         ([[1, 2]], {}, r"not shape \(1, 2\)"),
         ([-1], {}, "between 0 and 49151"),
         ([49152], {}, "between 0 and 49151"),
+        ([2**32 + 1], {}, "between 0 and 49151"),
+        ([1.5], {}, "must be integers"),
         ([1], {"logits": "some"}, "logits='some': choose"),
         ([1] * 9, {"logits": "all"}, "for 9 tokens, but n_batch is 8"),
     ],

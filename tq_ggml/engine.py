@@ -92,9 +92,7 @@ class Model:
 
     def detokenize(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
         """The text of token ids; ``special`` also spells out control tokens. Broken UTF-8 becomes U+FFFD."""
-        ids = np.ascontiguousarray(tokens, dtype=np.int32)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.n_vocab:
-            raise EngineError(f"token ids must be between 0 and {self.n_vocab - 1}")
+        ids = self._token_ids(tokens)
         size = 16 * ids.size + 16
         while True:
             text = ctypes.create_string_buffer(size)
@@ -152,6 +150,15 @@ class Model:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
+    def _token_ids(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Contiguous int32 ids, refused where llama.cpp would read past its tables."""
+        ids = np.asarray(tokens)
+        if ids.size == 0:
+            return ids.astype(np.int32)
+        if ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < self.n_vocab:
+            raise EngineError(f"token ids must be integers between 0 and {self.n_vocab - 1}")
+        return np.ascontiguousarray(ids, dtype=np.int32)
+
     def _open_vocab(self) -> Any:
         if not self._free.alive:
             raise EngineError(f"the model {self.path} is closed")
@@ -162,7 +169,8 @@ class Context:
     """One KV cache with the buffers to run its model over one sequence. Made by `Model.context`.
 
     Flash attention is on for every cache type, also where f16 would not need it: llama.cpp needs it for quantised
-    values, and types are only comparable on the same path.
+    values, and types are only comparable on the same path. Sliding-window layers keep every token, as in `Llama`
+    (``swa_full``, the default of llama.cpp's API).
 
     Attributes:
         type_k, type_v: `CacheType` of keys and values.
@@ -229,7 +237,7 @@ class Context:
             EngineError: past ``n_ctx``, a gap before ``pos``, an id outside the vocabulary, or a failure in llama.cpp.
         """
         self._require_open()
-        ids = np.ascontiguousarray(tokens, dtype=np.int32)
+        ids = self.model._token_ids(tokens)
         self._check_request(ids, pos, logits)
         self._rewind(pos)
         for start in range(0, ids.size, self.n_batch):
@@ -261,8 +269,6 @@ class Context:
             raise EngineError(f"logits={logits!r}: choose 'none', 'last' or 'all'")
         if ids.ndim != 1 or ids.size == 0:
             raise EngineError(f"decode takes a list of at least one token id, not shape {ids.shape}")
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.model.n_vocab:
-            raise EngineError(f"token ids must be between 0 and {self.model.n_vocab - 1}")
         if logits == "all" and ids.size > self.n_batch:
             raise EngineError(
                 f"logits='all' for {ids.size} tokens, but n_batch is {self.n_batch}; decode fewer at a time"

@@ -69,7 +69,7 @@ def activate() -> ModuleType:
             f"llama_cpp was imported before tq_ggml and uses the libraries in {base_path}; "
             "call tq_ggml.activate() before the first `import llama_cpp`"
         )
-    if not _has_tq_types(llama_cpp) and "TQ_GGML_LIB_PATH" not in os.environ:
+    if not _has_tq_types(llama_cpp) and not os.environ.get("TQ_GGML_LIB_PATH"):
         raise EngineError(f"the libraries in {folder} were built without the tq types; run `make build` again")
     importlib.import_module("llama_cpp._logger").set_verbose(False)
     llama_cpp.llama_log_set(_log_callback(llama_cpp), ctypes.c_void_p(0))

@@ -70,10 +70,10 @@ INLINE void butterfly(float32x4_t * a, float32x4_t * b) {
 INLINE void walsh_hadamard_2x4(float32x4_t * a, float32x4_t * b) {
     float32x4_t even = vuzp1q_f32(*a, *b), odd = vuzp2q_f32(*a, *b);  // a0 a2 b0 b2, a1 a3 b1 b3
     butterfly(&even, &odd);
-    float32x4_t first = vtrn1q_f32(even, odd), second = vtrn2q_f32(even, odd);  // 0+1 0-1 of a, of b; 2+3 2-3 of a, of b
-    butterfly(&first, &second);
-    *a = vcombine_f32(vget_low_f32(first), vget_low_f32(second));
-    *b = vcombine_f32(vget_high_f32(first), vget_high_f32(second));
+    float32x4_t low = vtrn1q_f32(even, odd), high = vtrn2q_f32(even, odd);  // a0 a1 b0 b1, a2 a3 b2 b3
+    butterfly(&low, &high);
+    *a = vcombine_f32(vget_low_f32(low), vget_low_f32(high));
+    *b = vcombine_f32(vget_high_f32(low), vget_high_f32(high));
 }
 
 INLINE f32x32 walsh_hadamard(f32x32 y) {
