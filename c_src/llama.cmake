@@ -28,7 +28,7 @@ foreach(target ggml-base ggml-cpu)
     target_include_directories(${target} PRIVATE ggml)
 endforeach()
 target_sources(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
-target_include_directories(llama PRIVATE ggml)
+target_include_directories(llama PRIVATE ggml tq)
 set_source_files_properties(ggml/tq_kv_cache.cpp TARGET_DIRECTORY llama PROPERTIES
     COMPILE_OPTIONS "-Wall;-Wextra;-Werror" SKIP_UNITY_BUILD_INCLUSION ON)
 

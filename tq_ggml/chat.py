@@ -92,12 +92,16 @@ class Chat:
     def _make_room(self, n_user: int) -> None:
         n_ctx = self.llama.n_ctx()
         fixed = n_user + (self._count(self.system) if self.system else 0) + min(self.max_tokens, n_ctx // 4)
-        dropped = 0
-        while self.turns and fixed + sum(turn.n_tokens for turn in self.turns) > n_ctx:
-            self.turns.pop(0)
-            dropped += 1
-        if dropped:
-            self.note(f"(context full: dropped the oldest {'turn' if dropped == 1 else f'{dropped} turns'})")
+        spare = n_ctx - fixed
+        keep = len(self.turns)
+        while keep and sum(turn.n_tokens for turn in self.turns[-keep:]) > spare:
+            keep -= 1
+        self._drop(len(self.turns) - keep)
+
+    def _drop(self, count: int) -> None:
+        if count:
+            del self.turns[:count]
+            self.note(f"(context full: dropped the oldest {'turn' if count == 1 else f'{count} turns'})")
 
     def _messages(self, text: str) -> list[dict[str, str]]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -108,17 +112,25 @@ class Chat:
 
     def _stream(self, text: str) -> Iterator[str]:
         self.rate = self.cut_at = None
-        try:
-            chunks = self.llama.create_chat_completion(
-                self._messages(text), stream=True, max_tokens=self.max_tokens, **self.sampling
-            )
-            yield from self._pieces(chunks)
-        except ValueError as error:
-            if "exceed context window" not in str(error):
-                raise
+        while True:
+            try:
+                chunks = self.llama.create_chat_completion(
+                    self._messages(text), stream=True, max_tokens=self.max_tokens, **self.sampling
+                )
+                yield from self._pieces(chunks)
+                return
+            except ValueError as error:
+                if "exceed context window" not in str(error):
+                    raise
+                self._drop_after_refusal()
+
+    def _drop_after_refusal(self) -> None:
+        # Our count is only near: what a template adds is known to the template alone.
+        if not self.turns:
             raise TqError(
                 f"this message does not fit in the context of {self.llama.n_ctx()} tokens; shorten it or raise --n-ctx"
-            ) from None
+            )
+        self._drop(1)
 
     def _pieces(self, chunks: Iterator[dict[str, Any]]) -> Iterator[str]:
         start, n_start = None, 0

@@ -87,7 +87,7 @@ def score_token(reference: np.ndarray, candidate: np.ndarray, token: int) -> Tok
         nll=-float(candidate[token]),
         kld=float(p_reference @ (reference - candidate)),
         same_top=float(reference.argmax() == candidate.argmax()),
-        p_diff=math.exp(candidate[token]) - float(p_reference[token]),
+        p_diff=math.exp(candidate[token]) - math.exp(reference[token]),
     )
 
 

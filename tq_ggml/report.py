@@ -40,7 +40,7 @@ class Column(NamedTuple):
         if value is None:
             return ""
         if not self.spec:
-            return str(value)
+            return str(value).strip().replace("|", "\\|")
         text = format(value * self.scale, self.spec)
         deviation = row.get(self.error) if self.error else None
         return text if deviation is None else f"{text} ± {format(deviation * self.scale, self.spec)}"
@@ -103,9 +103,11 @@ def _plain(value: Any) -> Any:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A padded markdown table; numbers are aligned right."""
+    """A padded markdown table; numbers are aligned right. A last column of text is left ragged, it may be long."""
     cells = [[column.header for column in columns], *([column.cell(row) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    if not columns[-1].spec:
+        widths[-1] = len(columns[-1].header)
     rule = ["-" * width if not c.spec else "-" * (width - 1) + ":" for c, width in zip(columns, widths, strict=True)]
     lines = [cells[0], rule, *cells[1:]]
     return "".join(_line(line, widths, columns) for line in lines)

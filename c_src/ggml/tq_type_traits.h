@@ -47,6 +47,9 @@
         .from_float = tq_query_row,                          \
     },
 
+// llama-kv-cache.cpp: these types rotate by themselves, so the graph must not (docs/rotation.md has the measurement).
+#define TQ_TYPE_ROTATES(type) ((type) == GGML_TYPE_TQ3 || (type) == GGML_TYPE_TQ4)
+
 // Switches over quantised types.
 #define TQ_TYPE_CASES   \
     case GGML_TYPE_TQ3: \

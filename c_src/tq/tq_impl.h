@@ -6,6 +6,9 @@
 #include "tq_codebook.h"
 
 #include <assert.h>
+#if defined(__F16C__)
+#    include <immintrin.h>
+#endif
 #include <math.h>
 #include <string.h>
 
@@ -13,7 +16,7 @@ static_assert(sizeof(tq3_block) == 14, "tq3 is 14 bytes per 32 values");
 static_assert(sizeof(tq4_block) == 18, "tq4 is 18 bytes per 32 values");
 static_assert(sizeof(tq_query_block) == 36, "a query block is a float and 32 int8");
 
-#define TQ_MAX_INPUT  65504.0f             // the largest fp16; keeps the block scale finite
+#define TQ_MAX_INPUT  65504.0f             // the largest fp16, for inputs and for the block scale
 #define TQ_MIN_SUMSQ  1e-14f               // below this the fp16 scale would be 0: the block is stored as zeros
 #define TQ_WHT_SCALE  0.17677669529663687f // 1/sqrt(32)
 #define TQ_LEVEL_STEP 0.03125f             // value = d * level / 32: centres fp16's range on the scales that occur
@@ -72,6 +75,13 @@ static inline uint16_t tq_scale_to_fp16(float x) {
 }
 
 static inline float tq_fp16_to_float(uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+    __fp16 x;
+    memcpy(&x, &h, sizeof(x));
+    return (float) x;
+#else
     const uint32_t sign     = (uint32_t) (h & 0x8000) << 16;
     const uint32_t exponent = (h >> 10) & 0x1f;
     const uint32_t mantissa = h & 0x3ff;
@@ -81,6 +91,7 @@ static inline float tq_fp16_to_float(uint16_t h) {
     }
     const uint32_t biased = exponent == 31 ? 255 : exponent + 112;
     return tq_bits_float(sign | (biased << 23) | (mantissa << 13));
+#endif
 }
 
 // The refitted block scale: least squares over the chosen levels, back from fixed point.
