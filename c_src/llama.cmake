@@ -16,8 +16,6 @@ if(NOT TQ_NATIVE)
         set(GGML_${isa} OFF CACHE BOOL "" FORCE)
     endforeach()
 endif()
-# ggml's own thread pool: no OpenMP run time to ship, and our attention runs inside it.
-set(GGML_OPENMP OFF CACHE BOOL "" FORCE)
 foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
     set(LLAMA_BUILD_${part} OFF CACHE BOOL "" FORCE)
 endforeach()

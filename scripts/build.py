@@ -1,0 +1,98 @@
+"""Build and install tq-ggml into this Python environment, showing how far it is. `make` calls it.
+
+    python scripts/build.py                      the package, editable; rebuilds only what changed
+    python scripts/build.py --llama-cpp-python   llama-cpp-python without a llama.cpp of its own, if there is none yet
+    python scripts/build.py --llama-tests        llama.cpp's own tests of our types, in the same build tree
+
+The output goes to build/build.log; what matters of it is shown when something fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fetch_llama_cpp import PACKAGE, VERSION, FetchError, archive
+
+ROOT = Path(__file__).resolve().parent.parent
+LOG = ROOT / "build" / "build.log"
+STEP = re.compile(r"\s*\[(\d+)/(\d+)\] (\S+)")
+PIP = [sys.executable, "-m", "pip", "install", "--verbose", "--no-build-isolation"]
+
+
+def run(what: str, command: list[str]) -> int:
+    """Run a command with its output in the log and its progress on one line of the terminal."""
+    LOG.parent.mkdir(exist_ok=True)
+    lines: list[str] = []
+    shown = 0
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            if step := STEP.match(line):
+                shown = show(what, int(step[1]), int(step[2]), shown)
+    if sys.stderr.isatty() and shown:
+        print(file=sys.stderr)
+    LOG.write_text("".join(lines), encoding="utf-8")
+    if process.returncode:
+        reason = [i for i, line in enumerate(lines) if re.search(r"\berror\b|CMake Error|FAILED|tq-ggml:", line)]
+        start = max(reason[0] - 2, 0) if reason else max(len(lines) - 30, 0)
+        print("".join(lines[start : start + 30]), file=sys.stderr)
+        print(f"{what}: failed. The whole output is in {LOG.relative_to(ROOT)}", file=sys.stderr)
+    return process.returncode
+
+
+def show(what: str, done: int, total: int, shown: int) -> int:
+    """On a terminal every step on one line, elsewhere a line each tenth."""
+    if sys.stderr.isatty():
+        print(f"\r{what}: step {done} of {total}", end="", file=sys.stderr, flush=True)
+        return done
+    if done == total or done * 10 // total > shown * 10 // total:
+        print(f"{what}: step {done} of {total}", file=sys.stderr, flush=True)
+    return done
+
+
+def llama_cpp_python() -> int:
+    """llama-cpp-python without libraries; a version that is already there is left as it is."""
+    try:
+        found = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        off = [f"--config-settings=cmake.define.{part}_BUILD=OFF" for part in ("LLAMA", "LLAVA")]
+        return run(f"{PACKAGE} {VERSION}", [*PIP, *off, str(archive())])
+    if found != VERSION:
+        print(f"{PACKAGE} {found} is installed; tq-ggml needs {VERSION}. Use another environment.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build_tree() -> Path:
+    """The CMake build tree that the last build of this Python used."""
+    trees = sorted((ROOT / "build").glob("*/CMakeCache.txt"), key=lambda cache: cache.stat().st_mtime)
+    if not trees:
+        raise FetchError("nothing is built yet; run `make dev` first")
+    return trees[-1].parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--llama-cpp-python", action="store_true", help="install llama-cpp-python without libraries")
+    what.add_argument("--llama-tests", action="store_true", help="build llama.cpp's own tests of our types")
+    args = parser.parse_args()
+    try:
+        if args.llama_cpp_python:
+            return llama_cpp_python()
+        if args.llama_tests:
+            cmake = [sys.executable, "-m", "cmake", "--build", str(build_tree()), "--target", "tq-llama-tests"]
+            return run("llama.cpp's tests", cmake)
+        return run("tq-ggml and llama.cpp", [*PIP, "--editable", str(ROOT)])
+    except FetchError as error:
+        print(f"build: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""llama.cpp's own tests, from the patched tree, for our types. `make test` builds them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+BUILD = Path(__file__).resolve().parent.parent / "build"
+
+
+def run(name: str, *arguments: str) -> str:
+    found = sorted(BUILD.glob(f"*/bin/{name}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        reason = f"{name} is not built; run `make test`"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    done = subprocess.run([found[-1], *arguments], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+
+
+def test_quantize_fns():
+    output = run("test-quantize-fns", "-v")
+    for cache_type in ("tq3", "tq4"):
+        for what in ("absolute quantization error", "reference implementation error", "dot product error"):
+            assert re.search(rf"{cache_type} {what}: +ok", output), f"{cache_type}: {what} was not tested"
+
+
+@pytest.mark.parametrize(
+    ("op", "at_least"),
+    [("SET_ROWS", 40), ("GET_ROWS", 16), ("CPY", 30), ("MUL_MAT", 20), ("FLASH_ATTN_EXT", 300)],
+)
+def test_backend_ops(op, at_least):
+    output = run("test-backend-ops", "test", "-b", "CPU", "-o", op, "-p", "=tq[34]", "-j", "2")
+    passed = re.findall(rf"^\s*{op}\(.*=tq[34].*: OK$", output, re.MULTILINE)
+    assert len(passed) >= at_least, f"only {len(passed)} cases of {op} ran for our types"
+    assert "FAIL" not in output and "not supported" not in output
