@@ -1,11 +1,12 @@
-// The rows and case labels that tq3 and tq4 add to ggml's tables; the patched ggml includes this and nothing else of ours.
+// The rows and case labels that tq3 and tq4 add to ggml's tables; the patched ggml includes this and nothing else of
+// ours.
 #ifndef TQ_TYPE_TRAITS_H
 #define TQ_TYPE_TRAITS_H
 
 #include "tq.h"
 
 // ggml.c, type_traits. The query type is what a cached row is dotted with: it is quantised and dotted, never stored.
-#define TQ_TYPE_TRAITS                                       \
+#define TQ_TYPE_TRAITS \
     [GGML_TYPE_TQ3] = {                                      \
         .type_name      = "tq3",                             \
         .blck_size      = TQ_BLOCK,                          \
@@ -30,7 +31,7 @@
     },
 
 // ggml-cpu.c, type_traits_cpu.
-#define TQ_TYPE_TRAITS_CPU                                   \
+#define TQ_TYPE_TRAITS_CPU \
     [GGML_TYPE_TQ3] = {                                      \
         .from_float   = tq3_quantize_row,                    \
         .vec_dot      = tq3_vec_dot,                         \
@@ -56,11 +57,11 @@
     case GGML_TYPE_TQ4:
 
 // ggml.c, ggml_quantize_chunk.
-#define TQ_QUANTIZE_CHUNK_CASES                                                                            \
-    case GGML_TYPE_TQ3:                                                                                    \
-    case GGML_TYPE_TQ4:                                                                                    \
+#define TQ_QUANTIZE_CHUNK_CASES                                                                \
+    case GGML_TYPE_TQ3:                                                                        \
+    case GGML_TYPE_TQ4:                                                                        \
         type_traits[type].from_float_ref(src + start, (char *) dst + start_row * row_size, n); \
-        result = nrows * row_size;                                                                         \
+        result = nrows * row_size;                                                             \
         break;
 
 #endif  // TQ_TYPE_TRAITS_H

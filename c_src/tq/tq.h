@@ -1,10 +1,11 @@
 // tq: the tq3 and tq4 block codecs of a TurboQuant KV cache (arXiv 2504.19874, MSE stage).
 //
-// A block is 32 values: an fp16 scale and 32 codes. Values are rotated by a signed Walsh-Hadamard transform, so a stored
-// coordinate is close to Gaussian and one fixed codebook fits all data. See docs/codec.md for the layout and the encoder.
+// A block is 32 values: an fp16 scale and 32 codes. Values are rotated by a signed Walsh-Hadamard transform, so a
+// stored coordinate is close to Gaussian and one fixed codebook fits all data. See docs/codec.md for the layout and the
+// encoder.
 //
-// Rows are arrays of blocks; every count is in values and must be a multiple of TQ_BLOCK. Functions named *_row have the
-// signatures of ggml's type traits, check nothing and must be given whole blocks; tq_quantize() and friends check.
+// Rows are arrays of blocks; every count is in values and must be a multiple of TQ_BLOCK. Functions named *_row have
+// the signatures of ggml's type traits, check nothing and must be given whole blocks; tq_quantize() and friends check.
 #ifndef TQ_H
 #define TQ_H
 
@@ -58,7 +59,8 @@ typedef struct {
 TQ_API const tq_type_info * tq_get_type_info(int type);
 
 // The name of the kernels that run: scalar, avx2, avx512bw, avx512, neon or dotprod. Chosen once, from the CPU and from
-// the environment variable TQ_SIMD; a TQ_SIMD that this CPU cannot run is reported on stderr and the best level is used.
+// the environment variable TQ_SIMD; a TQ_SIMD that this CPU cannot run is reported on stderr and the best level is
+// used.
 TQ_API const char * tq_simd_level(void);
 
 // The i-th level that this CPU can run, best first; NULL past the last.

@@ -33,7 +33,8 @@ INLINE __m256 sanitise(__m256 x) {
 
 // Bits 0-7 of mask into the sign bits of eight lanes.
 INLINE __m256 sign_bits(uint32_t mask) {
-    const __m256i shifted = _mm256_sllv_epi32(_mm256_set1_epi32((int) mask), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    const __m256i shifted =
+        _mm256_sllv_epi32(_mm256_set1_epi32((int) mask), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_and_ps(_mm256_castsi256_ps(shifted), _mm256_set1_ps(-0.0f));
 }
 
@@ -133,10 +134,11 @@ INLINE uint16_t search_scale(i16x32 magnitude, float rms, const int8_t * levels,
             level.lo                = add_where_past(level.lo, magnitude.lo, threshold, step);
             level.hi                = add_where_past(level.hi, magnitude.hi, threshold, step);
         }
-        dot_parts[k]  = _mm256_add_epi32(_mm256_madd_epi16(magnitude.lo, level.lo), _mm256_madd_epi16(magnitude.hi, level.hi));
+        dot_parts[k] =
+            _mm256_add_epi32(_mm256_madd_epi16(magnitude.lo, level.lo), _mm256_madd_epi16(magnitude.hi, level.hi));
         norm_parts[k] = _mm256_add_epi32(_mm256_madd_epi16(level.lo, level.lo), _mm256_madd_epi16(level.hi, level.hi));
     }
-    int32_t dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
+    int32_t       dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
     const __m256i dot_i32x8  = sum_each_of_8(dot_parts);
     const __m256i norm_i32x8 = sum_each_of_8(norm_parts);
     _mm256_storeu_si256((__m256i *) dot, dot_i32x8);
@@ -169,8 +171,9 @@ INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const int8_t * 
         index.lo           = add_where_past(index.lo, magnitude.lo, edge, 1);
         index.hi           = add_where_past(index.hi, magnitude.hi, edge, 1);
     }
-    codes->index_u8x32    = pack_i16_to_i8(index);
-    codes->negative_u8x32 = pack_i16_to_i8((i16x32){ _mm256_srai_epi16(value.lo, 15), _mm256_srai_epi16(value.hi, 15) });
+    codes->index_u8x32 = pack_i16_to_i8(index);
+    codes->negative_u8x32 =
+        pack_i16_to_i8((i16x32){ _mm256_srai_epi16(value.lo, 15), _mm256_srai_epi16(value.hi, 15) });
     return d;
 }
 
@@ -189,7 +192,7 @@ INLINE codes_x32 tq3_unpack(const tq3_block * b) {
     memcpy(&negative, b->signs, sizeof(negative));
     const __m256i shifted = _mm256_srlv_epi64(_mm256_set1_epi64x((int64_t) planes), _mm256_set_epi64x(6, 4, 2, 0));
     // each sign byte to the eight lanes of its elements, then one bit per lane
-    const __m256i bytes = _mm256_shuffle_epi8(
+    const __m256i bytes   = _mm256_shuffle_epi8(
         _mm256_set1_epi32(negative), _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
     const __m256i bit = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
     return (codes_x32){ _mm256_and_si256(shifted, _mm256_set1_epi8(3)),
@@ -197,7 +200,8 @@ INLINE codes_x32 tq3_unpack(const tq3_block * b) {
 }
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {
-    const __m256i code = _mm256_or_si256(codes.index_u8x32, _mm256_and_si256(codes.negative_u8x32, _mm256_set1_epi8(8)));
+    const __m256i code =
+        _mm256_or_si256(codes.index_u8x32, _mm256_and_si256(codes.negative_u8x32, _mm256_set1_epi8(8)));
     const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code, 1), 4);
     _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code), high));
 }
@@ -243,37 +247,37 @@ INLINE __m256 add_block_dot(__m256 sum, __m256i magnitude, __m256i negative, uin
 }
 
 // The three rows of a type, from its pack, unpack, magnitudes and tables.
-#define DEFINE_TYPE(tq, TQ, n_levels)                                                                              \
-    void tq##_quantize_row_avx2(const float * src, void * dst, int64_t n) {                                        \
-        tq##_block * blocks = dst;                                                                                 \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                            \
-            const codes_x32 zeros = { _mm256_setzero_si256(), _mm256_setzero_si256() };                            \
-            codes_x32       codes = zeros;                                                                         \
-            const uint16_t  d     = encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS,                         \
-                                                 TQ##_CANDIDATE_THRESHOLDS[0], n_levels);                          \
-            blocks[ib].d          = d;                                                                             \
-            tq##_pack(&blocks[ib], d != 0 ? codes : zeros);                                                        \
-        }                                                                                                          \
-    }                                                                                                              \
-    void tq##_dequantize_row_avx2(const void * src, float * dst, int64_t n) {                                      \
-        const tq##_block * blocks = src;                                                                           \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                            \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                      \
-            store_unrotated(negate_where(tq##_magnitudes(codes), codes.negative_u8x32), blocks[ib].d,              \
-                            dst + ib * TQ_BLOCK);                                                                  \
-        }                                                                                                          \
-    }                                                                                                              \
-    void tq##_vec_dot_avx2(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,  \
-                           int nrc) {                                                                              \
-        (void) bs, (void) bx, (void) by, (void) nrc;                                                               \
-        const tq##_block *     blocks = x;                                                                         \
-        const tq_query_block * q      = query;                                                                     \
-        __m256                 sum    = _mm256_setzero_ps();                                                       \
-        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                                \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                      \
-            sum = add_block_dot(sum, tq##_magnitudes(codes), codes.negative_u8x32, blocks[ib].d, &q[ib]);          \
-        }                                                                                                          \
-        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                       \
+#define DEFINE_TYPE(tq, TQ, n_levels)                                                                             \
+    void tq##_quantize_row_avx2(const float * src, void * dst, int64_t n) {                                       \
+        tq##_block * blocks = dst;                                                                                \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                           \
+            const codes_x32 zeros = { _mm256_setzero_si256(), _mm256_setzero_si256() };                           \
+            codes_x32       codes = zeros;                                                                        \
+            const uint16_t  d =                                                                                   \
+                encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS, TQ##_CANDIDATE_THRESHOLDS[0], n_levels);   \
+            blocks[ib].d = d;                                                                                     \
+            tq##_pack(&blocks[ib], d != 0 ? codes : zeros);                                                       \
+        }                                                                                                         \
+    }                                                                                                             \
+    void tq##_dequantize_row_avx2(const void * src, float * dst, int64_t n) {                                     \
+        const tq##_block * blocks = src;                                                                          \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                           \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
+            store_unrotated(negate_where(tq##_magnitudes(codes), codes.negative_u8x32), blocks[ib].d,             \
+                            dst + ib * TQ_BLOCK);                                                                 \
+        }                                                                                                         \
+    }                                                                                                             \
+    void tq##_vec_dot_avx2(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
+                           int nrc) {                                                                             \
+        (void) bs, (void) bx, (void) by, (void) nrc;                                                              \
+        const tq##_block *     blocks = x;                                                                        \
+        const tq_query_block * q      = query;                                                                    \
+        __m256                 sum    = _mm256_setzero_ps();                                                      \
+        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
+            sum = add_block_dot(sum, tq##_magnitudes(codes), codes.negative_u8x32, blocks[ib].d, &q[ib]);         \
+        }                                                                                                         \
+        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                      \
     }
 
 DEFINE_TYPE(tq3, TQ3, 4)

@@ -73,9 +73,9 @@ INLINE float sum_of_squares(f32x32 y) {
 }
 
 INLINE __m512i to_fixed_point(f32x32 y, float inv_rms) {
-    const __m512 scale = _mm512_set1_ps(inv_rms);
-    const __m256i lo   = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(y.lo, scale)));
-    const __m256i hi   = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(y.hi, scale)));
+    const __m512  scale = _mm512_set1_ps(inv_rms);
+    const __m256i lo    = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(y.lo, scale)));
+    const __m256i hi    = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(y.hi, scale)));
     return _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
 }
 
@@ -109,7 +109,7 @@ INLINE uint16_t search_scale(__m512i magnitude, float rms, const int8_t * levels
         dot_i32x16[k]  = _mm512_madd_epi16(magnitude, level);
         norm_i32x16[k] = _mm512_madd_epi16(level, level);
     }
-    int32_t dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
+    int32_t       dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
     const __m256i dot_i32x8  = sum_each_of_8(dot_i32x16);
     const __m256i norm_i32x8 = sum_each_of_8(norm_i32x16);
     _mm256_storeu_si256((__m256i *) dot, dot_i32x8);
@@ -165,7 +165,8 @@ INLINE codes_x32 tq3_unpack(const tq3_block * b) {
 }
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {
-    const __m256i code = _mm256_mask_add_epi8(codes.index_u8x32, codes.negative, codes.index_u8x32, _mm256_set1_epi8(8));
+    const __m256i code =
+        _mm256_mask_add_epi8(codes.index_u8x32, codes.negative, codes.index_u8x32, _mm256_set1_epi8(8));
     const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code, 1), 4);
     _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code), high));
 }
@@ -173,8 +174,7 @@ INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {
 INLINE codes_x32 tq4_unpack(const tq4_block * b) {
     const __m128i packed = _mm_loadu_si128((const __m128i *) b->qs);
     const __m256i code   = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
-    return (codes_x32){ _mm256_and_si256(code, _mm256_set1_epi8(7)),
-                        _mm256_movepi8_mask(_mm256_slli_epi16(code, 4)) };
+    return (codes_x32){ _mm256_and_si256(code, _mm256_set1_epi8(7)), _mm256_movepi8_mask(_mm256_slli_epi16(code, 4)) };
 }
 
 INLINE __m256i tq3_magnitudes(codes_x32 codes) {
@@ -221,36 +221,35 @@ INLINE float sum_f32x8(__m256 v) {
 }
 
 // The three rows of a type, from its pack, unpack, magnitudes and tables.
-#define DEFINE_TYPE(tq, TQ, n_levels)                                                                              \
-    void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                         \
-        tq##_block * blocks = dst;                                                                                 \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                            \
-            codes_x32      codes = { _mm256_setzero_si256(), 0 };                                                  \
-            const uint16_t d     = encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS,                          \
-                                                TQ##_CANDIDATE_THRESHOLDS[0], n_levels);                           \
-            blocks[ib].d         = d;                                                                              \
-            tq##_pack(&blocks[ib], d != 0 ? codes : (codes_x32){ _mm256_setzero_si256(), 0 });                     \
-        }                                                                                                          \
-    }                                                                                                              \
-    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                       \
-        const tq##_block * blocks = src;                                                                           \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                            \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                      \
-            store_unrotated(negate_where(tq##_magnitudes(codes), codes.negative), blocks[ib].d,                    \
-                            dst + ib * TQ_BLOCK);                                                                  \
-        }                                                                                                          \
-    }                                                                                                              \
-    void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,   \
-                          int nrc) {                                                                               \
-        (void) bs, (void) bx, (void) by, (void) nrc;                                                               \
-        const tq##_block *     blocks = x;                                                                         \
-        const tq_query_block * q      = query;                                                                     \
-        __m256                 sum    = _mm256_setzero_ps();                                                       \
-        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                                \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                      \
-            sum = add_block_dot(sum, tq##_magnitudes(codes), codes.negative, blocks[ib].d, &q[ib]);                \
-        }                                                                                                          \
-        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                       \
+#define DEFINE_TYPE(tq, TQ, n_levels)                                                                                 \
+    void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                            \
+        tq##_block * blocks = dst;                                                                                    \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
+            codes_x32      codes = { _mm256_setzero_si256(), 0 };                                                     \
+            const uint16_t d =                                                                                        \
+                encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS, TQ##_CANDIDATE_THRESHOLDS[0], n_levels);       \
+            blocks[ib].d = d;                                                                                         \
+            tq##_pack(&blocks[ib], d != 0 ? codes : (codes_x32){ _mm256_setzero_si256(), 0 });                        \
+        }                                                                                                             \
+    }                                                                                                                 \
+    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                          \
+        const tq##_block * blocks = src;                                                                              \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                         \
+            store_unrotated(negate_where(tq##_magnitudes(codes), codes.negative), blocks[ib].d, dst + ib * TQ_BLOCK); \
+        }                                                                                                             \
+    }                                                                                                                 \
+    void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,      \
+                          int nrc) {                                                                                  \
+        (void) bs, (void) bx, (void) by, (void) nrc;                                                                  \
+        const tq##_block *     blocks = x;                                                                            \
+        const tq_query_block * q      = query;                                                                        \
+        __m256                 sum    = _mm256_setzero_ps();                                                          \
+        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                                   \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                         \
+            sum                   = add_block_dot(sum, tq##_magnitudes(codes), codes.negative, blocks[ib].d, &q[ib]); \
+        }                                                                                                             \
+        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                          \
     }
 
 DEFINE_TYPE(tq3, TQ3, 4)
@@ -259,13 +258,13 @@ DEFINE_TYPE(tq4, TQ4, 8)
 void FN(tq_query_row)(const float * src, void * dst, int64_t n) {
     tq_query_block * blocks = dst;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
-        const f32x32 y       = load_rotated(src + ib * TQ_BLOCK);
-        const float  max_abs = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(y.lo), _mm512_abs_ps(y.hi)));
-        const float  d       = max_abs * (1.0f / 127.0f);
-        const __m512 id      = _mm512_set1_ps(d >= 1e-30f ? 1.0f / d : 0.0f);
-        const __m512i lo     = _mm512_cvtps_epi32(_mm512_mul_ps(y.lo, id));
-        const __m512i hi     = _mm512_cvtps_epi32(_mm512_mul_ps(y.hi, id));
-        blocks[ib].d         = d;
+        const f32x32  y       = load_rotated(src + ib * TQ_BLOCK);
+        const float   max_abs = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(y.lo), _mm512_abs_ps(y.hi)));
+        const float   d       = max_abs * (1.0f / 127.0f);
+        const __m512  id      = _mm512_set1_ps(d >= 1e-30f ? 1.0f / d : 0.0f);
+        const __m512i lo      = _mm512_cvtps_epi32(_mm512_mul_ps(y.lo, id));
+        const __m512i hi      = _mm512_cvtps_epi32(_mm512_mul_ps(y.hi, id));
+        blocks[ib].d          = d;
         _mm_storeu_si128((__m128i *) blocks[ib].qs, _mm512_cvtepi32_epi8(lo));
         _mm_storeu_si128((__m128i *) (blocks[ib].qs + 16), _mm512_cvtepi32_epi8(hi));
     }

@@ -74,23 +74,20 @@ static bool always(void) {
     return true;
 }
 
-#define TQ_KERNELS(level, suffix, runs_here)                                                  \
-    {                                                                                         \
-        level, runs_here,                                                                     \
-            { { tq3_quantize_row_##suffix, tq3_dequantize_row_##suffix, tq3_vec_dot_##suffix },   \
-              { tq4_quantize_row_##suffix, tq4_dequantize_row_##suffix, tq4_vec_dot_##suffix } }, \
-            tq_query_row_##suffix                                                             \
-    }
+#define TQ_KERNELS(level, suffix, runs_here)                                                \
+    { level,                                                                                \
+      runs_here,                                                                            \
+      { { tq3_quantize_row_##suffix, tq3_dequantize_row_##suffix, tq3_vec_dot_##suffix },   \
+        { tq4_quantize_row_##suffix, tq4_dequantize_row_##suffix, tq4_vec_dot_##suffix } }, \
+      tq_query_row_##suffix }
 
 static const tq_kernels LEVELS[] = {
 #ifdef TQ_X86
-    TQ_KERNELS("avx512", avx512, has_avx512),
-    TQ_KERNELS("avx512bw", avx512bw, has_avx512bw),
+    TQ_KERNELS("avx512", avx512, has_avx512),    TQ_KERNELS("avx512bw", avx512bw, has_avx512bw),
     TQ_KERNELS("avx2", avx2, has_avx2),
 #endif
 #ifdef TQ_ARM
-    TQ_KERNELS("dotprod", dotprod, has_dotprod),
-    TQ_KERNELS("neon", neon, has_neon),
+    TQ_KERNELS("dotprod", dotprod, has_dotprod), TQ_KERNELS("neon", neon, has_neon),
 #endif
     TQ_KERNELS("scalar", ref, always),
 };

@@ -16,10 +16,10 @@ static_assert(sizeof(tq3_block) == 14, "tq3 is 14 bytes per 32 values");
 static_assert(sizeof(tq4_block) == 18, "tq4 is 18 bytes per 32 values");
 static_assert(sizeof(tq_query_block) == 36, "a query block is a float and 32 int8");
 
-#define TQ_MAX_INPUT  65504.0f             // the largest fp16, for inputs and for the block scale
-#define TQ_MIN_SUMSQ  1e-14f               // below this the fp16 scale would be 0: the block is stored as zeros
-#define TQ_WHT_SCALE  0.17677669529663687f // 1/sqrt(32)
-#define TQ_LEVEL_STEP 0.03125f             // value = d * level / 32: centres fp16's range on the scales that occur
+#define TQ_MAX_INPUT  65504.0f              // the largest fp16, for inputs and for the block scale
+#define TQ_MIN_SUMSQ  1e-14f                // below this the fp16 scale would be 0: the block is stored as zeros
+#define TQ_WHT_SCALE  0.17677669529663687f  // 1/sqrt(32)
+#define TQ_LEVEL_STEP 0.03125f              // value = d * level / 32: centres fp16's range on the scales that occur
 
 // One row per SIMD level; the dispatcher picks the first that runs here.
 typedef struct {
@@ -29,21 +29,21 @@ typedef struct {
 } tq_type_kernels;
 
 typedef struct {
-    const char *    name;
+    const char * name;
     bool (*runs_here)(void);
     tq_type_kernels type[TQ_TYPE_COUNT];
     void (*query_row)(const float * src, void * dst, int64_t n);
 } tq_kernels;
 
-#define TQ_DECLARE_KERNELS(suffix)                                                                              \
-    void tq3_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                   \
-    void tq4_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                   \
-    void tq3_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                 \
-    void tq4_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                 \
+#define TQ_DECLARE_KERNELS(suffix)                                                                               \
+    void tq3_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                    \
+    void tq4_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                    \
+    void tq3_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                  \
+    void tq4_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                  \
     void tq3_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
-                              int nrc);                                                                         \
+                              int nrc);                                                                          \
     void tq4_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
-                              int nrc);                                                                         \
+                              int nrc);                                                                          \
     void tq_query_row_##suffix(const float * src, void * dst, int64_t n)
 
 TQ_DECLARE_KERNELS(ref);

@@ -248,9 +248,9 @@ INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
 INLINE codes_x32 tq3_unpack(const tq3_block * b) {
     uint32_t negative;
     memcpy(&negative, b->signs, sizeof(negative));
-    const uint8x16_t planes = vcombine_u8(vld1_u8(b->qs), vld1_u8(b->qs));
-    const uint8x16_t lo     = vshlq_u8(planes, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-2)));
-    const uint8x16_t hi     = vshlq_u8(planes, vcombine_s8(vdup_n_s8(-4), vdup_n_s8(-6)));
+    const uint8x16_t planes   = vcombine_u8(vld1_u8(b->qs), vld1_u8(b->qs));
+    const uint8x16_t lo       = vshlq_u8(planes, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-2)));
+    const uint8x16_t hi       = vshlq_u8(planes, vcombine_s8(vdup_n_s8(-4), vdup_n_s8(-6)));
     // each sign byte to the eight lanes of its elements, then one bit per lane
     const uint8x16_t signs    = vreinterpretq_u8_u32(vdupq_n_u32(negative));
     const uint8x16_t signs_lo = vqtbl1q_u8(signs, vcombine_u8(vdup_n_u8(0), vdup_n_u8(1)));
@@ -313,35 +313,35 @@ INLINE float32x4_t add_block_dot(float32x4_t sum, i8x32 level, uint16_t d, const
 }
 
 // The three rows of a type, from its pack, unpack and tables.
-#define DEFINE_TYPE(tq, TQ, n_levels)                                                                              \
-    void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                         \
-        tq##_block * blocks = dst;                                                                                 \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                            \
-            codes_x32      codes = zero_codes();                                                                   \
-            const uint16_t d     = encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS,                          \
-                                                TQ##_CANDIDATE_THRESHOLDS[0], n_levels);                           \
-            blocks[ib].d         = d;                                                                              \
-            tq##_pack(&blocks[ib], d != 0 ? codes : zero_codes());                                                 \
-        }                                                                                                          \
-    }                                                                                                              \
-    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                       \
-        const tq##_block * blocks = src;                                                                           \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                            \
-            const i8x32 level = signed_levels(tq##_unpack(&blocks[ib]), TQ##_LEVELS, n_levels);                    \
-            store_unrotated(level, blocks[ib].d, dst + ib * TQ_BLOCK);                                             \
-        }                                                                                                          \
-    }                                                                                                              \
-    void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,   \
-                          int nrc) {                                                                               \
-        (void) bs, (void) bx, (void) by, (void) nrc;                                                               \
-        const tq##_block *     blocks = x;                                                                         \
-        const tq_query_block * q      = query;                                                                     \
-        float32x4_t            sum    = vdupq_n_f32(0);                                                            \
-        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                                \
-            const i8x32 level = signed_levels(tq##_unpack(&blocks[ib]), TQ##_LEVELS, n_levels);                    \
-            sum               = add_block_dot(sum, level, blocks[ib].d, &q[ib]);                                   \
-        }                                                                                                          \
-        *s = vaddvq_f32(sum) * TQ_LEVEL_STEP;                                                                      \
+#define DEFINE_TYPE(tq, TQ, n_levels)                                                                            \
+    void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                       \
+        tq##_block * blocks = dst;                                                                               \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
+            codes_x32      codes = zero_codes();                                                                 \
+            const uint16_t d =                                                                                   \
+                encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS, TQ##_CANDIDATE_THRESHOLDS[0], n_levels);  \
+            blocks[ib].d = d;                                                                                    \
+            tq##_pack(&blocks[ib], d != 0 ? codes : zero_codes());                                               \
+        }                                                                                                        \
+    }                                                                                                            \
+    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                     \
+        const tq##_block * blocks = src;                                                                         \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
+            const i8x32 level = signed_levels(tq##_unpack(&blocks[ib]), TQ##_LEVELS, n_levels);                  \
+            store_unrotated(level, blocks[ib].d, dst + ib * TQ_BLOCK);                                           \
+        }                                                                                                        \
+    }                                                                                                            \
+    void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
+                          int nrc) {                                                                             \
+        (void) bs, (void) bx, (void) by, (void) nrc;                                                             \
+        const tq##_block *     blocks = x;                                                                       \
+        const tq_query_block * q      = query;                                                                   \
+        float32x4_t            sum    = vdupq_n_f32(0);                                                          \
+        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                              \
+            const i8x32 level = signed_levels(tq##_unpack(&blocks[ib]), TQ##_LEVELS, n_levels);                  \
+            sum               = add_block_dot(sum, level, blocks[ib].d, &q[ib]);                                 \
+        }                                                                                                        \
+        *s = vaddvq_f32(sum) * TQ_LEVEL_STEP;                                                                    \
     }
 
 DEFINE_TYPE(tq3, TQ3, 4)

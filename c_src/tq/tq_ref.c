@@ -13,9 +13,9 @@
 #include "tq_impl.h"
 
 typedef struct {
-    int              n_levels;
-    const int8_t *   levels;      // magnitudes, ascending
-    const int16_t *  thresholds;  // [TQ_N_CANDIDATES][n_levels - 1]
+    int             n_levels;
+    const int8_t *  levels;      // magnitudes, ascending
+    const int16_t * thresholds;  // [TQ_N_CANDIDATES][n_levels - 1]
 } codebook;
 
 static const codebook TQ3 = { 4, TQ3_LEVELS, TQ3_CANDIDATE_THRESHOLDS[0] };
