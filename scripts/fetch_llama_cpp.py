@@ -3,9 +3,9 @@
     python scripts/fetch_llama_cpp.py DIR
 
 The source is the tree inside the llama-cpp-python source distribution, taken by name and version with pip and checked
-against its sha256; the archive is kept in the cache folder (TQ_GGML_CACHE, or the user's). TQ_LLAMA_CPP_SRC=FOLDER takes
-a local llama.cpp tree instead, which is copied and never changed. Running it again only writes what differs, so a build
-in DIR stays incremental. Needs nothing but Python and pip: a fresh machine may have neither git nor patch.
+against its sha256; the archive is kept in the cache folder (TQ_GGML_CACHE, or the user's). TQ_LLAMA_CPP_SRC=FOLDER
+takes a local llama.cpp tree instead, which is copied and never changed. Running it again only writes what differs, so a
+build in DIR stays incremental. Needs nothing but Python and pip: a fresh machine may have neither git nor patch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,19 @@ SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 TREE = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
 PATCHES = Path(__file__).resolve().parent.parent / "c_src" / "patches"
 # Only what the build reads: the whole tree is three times as large.
-WANTED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "src", "tests", "tools", "vendor")
+WANTED = (
+    "CMakeLists.txt",
+    "LICENSE",
+    "cmake",
+    "common",
+    "ggml",
+    "include",
+    "licenses",
+    "src",
+    "tests",
+    "tools",
+    "vendor",
+)
 
 
 class FetchError(Exception):
@@ -137,8 +149,8 @@ def apply_hunks(name: str, text: str, body: list[tuple[int, list[str]]]) -> str:
         place = find(lines, old, start + shift)
         if place is None:
             raise FetchError(
-                f"c_src/patches does not fit {name} near line {start + 1}: the llama.cpp source has changed. Build with "
-                f"{PACKAGE} {VERSION}, or regenerate the patches as docs/building.md says."
+                f"c_src/patches does not fit {name} near line {start + 1}: the llama.cpp source has changed. Build "
+                f"with {PACKAGE} {VERSION}, or regenerate the patches as docs/building.md says."
             )
         lines[place : place + len(old)] = new
         shift += len(new) - len(old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,22 @@ import pytest
 
 from tq_ggml import models
 from tq_ggml.errors import TqError
+
+# Only what the machine, a licence or an optional download decides may be skipped in CI; anything else there means a
+# missing install step.
+ALLOWED_SKIPS = ("this CPU cannot run", "needs its licence accepted", "is not in the cache folder")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With CI set, a test that must run and was skipped fails the run, and says so."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or reporter is None:
+        return
+    for report in reporter.stats.get("skipped", []):
+        reason = str(report.longrepr)
+        if not any(allowed in reason for allowed in ALLOWED_SKIPS):
+            reporter.write_line(f"\nSKIPPED, BUT MUST RUN IN CI: {report.nodeid}: {reason}", red=True)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,10 @@ def _blocks(data: ArrayLike, info: TypeInfo) -> NDArray[np.uint8]:
     return array
 
 
+def _floats(x: NDArray[np.float32]):
+    return ffi.from_buffer("float[]", x)
+
+
 def _check(error) -> None:
     if error != ffi.NULL:
         raise ValueError(ffi.string(error).decode())
@@ -106,7 +110,11 @@ def quantize(x: NDArray[np.float32], cache_type: str | int) -> NDArray[np.uint8]
     out = np.empty((*x.shape[:-1], x.shape[-1] // BLOCK * info.block_bytes), np.uint8)
     _check(
         lib.tq_quantize(
-            _c_type(cache_type), ffi.from_buffer("float[]", x), x.size, ffi.from_buffer(out, require_writable=True), out.nbytes
+            _c_type(cache_type),
+            _floats(x),
+            x.size,
+            ffi.from_buffer(out, require_writable=True),
+            out.nbytes,
         )
     )
     return out
@@ -131,7 +139,11 @@ def dequantize(data: NDArray[np.uint8], cache_type: str | int) -> NDArray[np.flo
     out = np.empty((*data.shape[:-1], data.shape[-1] // info.block_bytes * BLOCK), np.float32)
     _check(
         lib.tq_dequantize(
-            _c_type(cache_type), ffi.from_buffer(data), data.nbytes, ffi.from_buffer("float[]", out, require_writable=True), out.size
+            _c_type(cache_type),
+            ffi.from_buffer(data),
+            data.nbytes,
+            _floats(out),
+            out.size,
         )
     )
     return out
@@ -160,13 +172,9 @@ def dot(data: NDArray[np.uint8], query: NDArray[np.float32], cache_type: str | i
         raise ValueError(f"query has shape {query.shape}; rows of {data.shape[-1]} {info.name} bytes need ({n},)")
     rows = data.reshape(-1, data.shape[-1]) if data.size else np.empty((0, 0), np.uint8)
     out = np.zeros(data.shape[:-1], np.float32)
-    results = ffi.from_buffer("float[]", out, require_writable=True) if out.size else ffi.NULL
+    results = _floats(out) if out.size else ffi.NULL
     for i, row in enumerate(rows):
-        _check(
-            lib.tq_dot(
-                _c_type(cache_type), ffi.from_buffer(row), row.nbytes, ffi.from_buffer("float[]", query), n, results + i
-            )
-        )
+        _check(lib.tq_dot(_c_type(cache_type), ffi.from_buffer(row), row.nbytes, _floats(query), n, results + i))
     return out
 
 
