@@ -42,7 +42,7 @@ clean:  ## remove the build and the virtual environment
 # Each stamp stands for the step that makes it; what it was made from is its prerequisite.
 
 $(VENV)/packages: pyproject.toml scripts/fetch_llama_cpp.py
-	@$(PYTHON) scripts/preflight.py
+	@$(PYTHON) scripts/preflight.py --venv $(if $(wildcard build/*/cmake_install.cmake),--no-space)
 	@$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --group build
@@ -55,6 +55,8 @@ $(VENV)/built: $(VENV)/packages $(wildcard c_src/*.* c_src/*/*) bindings/build_k
 
 $(VENV)/tests: $(VENV)/packages
 	$(BIN)/python -m pip install --quiet --group test
+	@$(BIN)/python -m pip install --quiet --only-binary faiss-cpu --group oracle || \
+		echo "No faiss-cpu for this machine: one test, which compares our codebooks with it, will be skipped."
 	@touch $@
 
 $(VENV)/lint: $(VENV)/packages

@@ -3,21 +3,31 @@
 set(LLAMA_TREE ${CMAKE_CURRENT_BINARY_DIR}/llama.cpp-src)
 file(GLOB patches CONFIGURE_DEPENDS patches/*.patch)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${patches} ${SCRIPTS}/fetch_llama_cpp.py)
-execute_process(COMMAND ${Python_EXECUTABLE} ${SCRIPTS}/fetch_llama_cpp.py ${LLAMA_TREE} RESULT_VARIABLE fetched)
+# A relative TQ_LLAMA_CPP_SRC or TQ_GGML_CACHE is meant from the repository's root, wherever the build tree is.
+execute_process(
+    COMMAND ${Python_EXECUTABLE} ${SCRIPTS}/fetch_llama_cpp.py ${LLAMA_TREE}
+    WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/..
+    RESULT_VARIABLE fetched)
 if(fetched)
     message(FATAL_ERROR "the llama.cpp source could not be made ready (see above)")
 endif()
 
+# Plain variables, which llama.cpp's options yield to: in the cache they would outlive a change of TQ_NATIVE.
 set(BUILD_SHARED_LIBS ON)
-set(GGML_NATIVE ${TQ_NATIVE} CACHE BOOL "" FORCE)
+set(GGML_NATIVE ${TQ_NATIVE})
 if(NOT TQ_NATIVE)
-    # ggml's own idea of "not native" still assumes AVX2; a wheel that travels must start on any x86-64.
-    foreach(isa SSE42 AVX AVX2 BMI2 FMA F16C)
-        set(GGML_${isa} OFF CACHE BOOL "" FORCE)
+    # ggml's own idea of "not native" still assumes AVX2; a wheel that travels must start on any x86-64. Nor can it
+    # count on an OpenMP library there: ggml's own threads do the same work.
+    foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C OPENMP)
+        set(GGML_${feature} OFF)
     endforeach()
 endif()
+# Our types are for the CPU alone; on a Mac ggml would prefer these.
+foreach(backend METAL BLAS)
+    set(GGML_${backend} OFF)
+endforeach()
 foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
-    set(LLAMA_BUILD_${part} OFF CACHE BOOL "" FORCE)
+    set(LLAMA_BUILD_${part} OFF)
 endforeach()
 add_subdirectory(${LLAMA_TREE} llama.cpp EXCLUDE_FROM_ALL)
 
@@ -28,7 +38,7 @@ endforeach()
 target_sources(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
 target_include_directories(llama PRIVATE ggml tq)
 set_source_files_properties(ggml/tq_kv_cache.cpp TARGET_DIRECTORY llama PROPERTIES
-    COMPILE_OPTIONS "-Wall;-Wextra;-Werror" SKIP_UNITY_BUILD_INCLUSION ON)
+    COMPILE_OPTIONS "-Wall;-Wextra;$<$<BOOL:${TQ_WERROR}>:-Werror>" SKIP_UNITY_BUILD_INCLUSION ON)
 
 # No versioned names: a wheel cannot hold symbolic links and would carry each library three times.
 set(LLAMA_LIBS llama ggml ggml-base ggml-cpu)

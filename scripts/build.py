@@ -4,13 +4,15 @@
     python scripts/build.py --llama-cpp-python   llama-cpp-python without a llama.cpp of its own, if there is none yet
     python scripts/build.py --llama-tests        llama.cpp's own tests of our types, in the same build tree
 
-The output goes to build/build.log; what matters of it is shown when something fails.
+The output goes to build/build.log as it comes; what matters of it is shown when something fails. With CI set, warnings
+in our own C are errors.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +24,18 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "build.log"
 STEP = re.compile(r"\s*\[(\d+)/(\d+)\] (\S+)")
 PIP = [sys.executable, "-m", "pip", "install", "--verbose", "--no-build-isolation"]
+TESTS = "tq-llama-tests"
+
+
+def environment() -> dict[str, str]:
+    """What pip and CMake are to see. They run in other folders, so folders are made absolute here."""
+    env = dict(os.environ)
+    for name in ("TQ_LLAMA_CPP_SRC", "TQ_GGML_CACHE"):
+        if env.get(name):
+            env[name] = str(Path(env[name]).expanduser().absolute())
+    if env.get("CI"):
+        env.setdefault("TQ_WERROR", "ON")
+    return env
 
 
 def run(what: str, command: list[str]) -> int:
@@ -29,14 +43,18 @@ def run(what: str, command: list[str]) -> int:
     LOG.parent.mkdir(exist_ok=True)
     lines: list[str] = []
     shown = 0
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout or ():
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with (
+        LOG.open("w", encoding="utf-8", buffering=1) as log,
+        subprocess.Popen(command, cwd=ROOT, env=environment(), **pipe) as process,
+    ):
+        for line in process.stdout:
+            log.write(line)
             lines.append(line)
             if step := STEP.match(line):
                 shown = show(what, int(step[1]), int(step[2]), shown)
     if sys.stderr.isatty() and shown:
         print(file=sys.stderr)
-    LOG.write_text("".join(lines), encoding="utf-8")
     if process.returncode:
         reason = [i for i, line in enumerate(lines) if re.search(r"\berror\b|CMake Error|FAILED|tq-ggml:", line)]
         start = max(reason[0] - 2, 0) if reason else max(len(lines) - 30, 0)
@@ -68,12 +86,32 @@ def llama_cpp_python() -> int:
     return 0
 
 
-def build_tree() -> Path:
-    """The CMake build tree that the last build of this Python used."""
-    trees = sorted((ROOT / "build").glob("*/CMakeCache.txt"), key=lambda cache: cache.stat().st_mtime)
-    if not trees:
-        raise FetchError("nothing is built yet; run `make dev` first")
-    return trees[-1].parent
+def build_tree() -> Path | None:
+    """The CMake build tree of the last editable build; None when there is none."""
+    caches = sorted((ROOT / "build").glob("*-editable/CMakeCache.txt"), key=lambda cache: cache.stat().st_mtime)
+    return caches[-1].parent if caches else None
+
+
+def usable(tree: Path) -> bool:
+    """Whether the programs it was configured with are still there. pip's isolated environments take theirs away."""
+    cache = (tree / "CMakeCache.txt").read_text(encoding="utf-8")
+    return all(Path(path).exists() for path in re.findall(r"^CMAKE_(?:COMMAND|MAKE_PROGRAM):\w+=(.+)$", cache, re.M))
+
+
+def package() -> int:
+    """The package, editable, in its build tree."""
+    tree = build_tree()
+    if tree and not usable(tree):
+        (tree / "CMakeCache.txt").unlink()
+    return run("tq-ggml and llama.cpp", [*PIP, "--editable", str(ROOT)])
+
+
+def llama_tests() -> int:
+    """llama.cpp's tests, in the build tree of the package; that comes first where it is missing or unusable."""
+    tree = build_tree()
+    if not (tree and usable(tree)) and (failed := package()):
+        return failed
+    return run("llama.cpp's tests", [sys.executable, "-m", "cmake", "--build", str(build_tree()), "--target", TESTS])
 
 
 def main() -> int:
@@ -85,10 +123,7 @@ def main() -> int:
     try:
         if args.llama_cpp_python:
             return llama_cpp_python()
-        if args.llama_tests:
-            cmake = [sys.executable, "-m", "cmake", "--build", str(build_tree()), "--target", "tq-llama-tests"]
-            return run("llama.cpp's tests", cmake)
-        return run("tq-ggml and llama.cpp", [*PIP, "--editable", str(ROOT)])
+        return llama_tests() if args.llama_tests else package()
     except FetchError as error:
         print(f"build: {error}", file=sys.stderr)
         return 1

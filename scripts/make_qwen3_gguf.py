@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, quant_shape_to_byte_shape
 from tqdm import tqdm
 
-from tq_ggml import models
+from tq_ggml import models, streams
 from tq_ggml.errors import TqError
 
 F32 = GGMLQuantizationType.F32
@@ -36,6 +38,7 @@ WEIGHT_TYPES = {
     "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 BLOCK = 32  # values per q8_0 and q4_0 block
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_SIZE = 512, 1024, 4096
 SLAB = 1 << 22  # random values drawn at a time, which bounds the memory
 
 
@@ -146,19 +149,27 @@ def add_metadata(writer: GGUFWriter, shape: Shape, tokenizer: dict, title: str, 
         writer.add_key_value(key, value, kind, item)
 
 
+def stored_bytes(tensor: Tensor, kind: GGMLQuantizationType) -> int:
+    """Bytes in the file: norms are f32, all else is of type ``kind``."""
+    return math.prod(quant_shape_to_byte_shape(tensor.shape, F32 if tensor.std is None else kind))
+
+
 def write(shape: Shape, out: Path, vocab: Path, weight_type: str, seed: int, *, title: str, progress: bool) -> None:
     """Write the model, one tensor after another: the largest tensor is all that is ever in memory."""
     kind, file_type = WEIGHT_TYPES[weight_type]
     tokenizer = read_tokenizer(vocab)
     plan = list(tensors(shape, len(tokenizer["tokenizer.ggml.tokens"][0])))
+    needed = sum(stored_bytes(t, kind) for t in plan)
+    free = shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise TqError(f"the weights take {needed / 1e9:.1f} GB, but {out.parent.parent} has {free / 1e9:.1f} GB free")
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(out, "qwen3")
     try:
         add_metadata(writer, shape, tokenizer, title, file_type)
         for t in plan:
             stored = F32 if t.std is None else kind
-            n_bytes = int(np.prod(quant_shape_to_byte_shape(t.shape, stored)))
-            writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), n_bytes, raw_dtype=stored)
+            writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), stored_bytes(t, kind), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -173,6 +184,11 @@ def check_shape(shape: Shape, weight_type: str) -> None:
     """Raises TqError where llama.cpp would refuse the model, or a row would not fill whole blocks."""
     if min(shape.layers, shape.heads, shape.kv_heads, shape.head_size) < 1:
         raise TqError("layers, heads and head size must be at least 1")
+    if shape.layers > MAX_LAYERS or shape.heads > MAX_HEADS or shape.head_size > MAX_HEAD_SIZE:
+        raise TqError(
+            f"{shape.layers} layers with {shape.heads} heads of {shape.head_size}: llama.cpp takes no more than "
+            f"{MAX_LAYERS} layers, and this script {MAX_HEADS} heads of {MAX_HEAD_SIZE}"
+        )
     if shape.heads % shape.kv_heads:
         raise TqError(f"{shape.heads} query heads cannot share {shape.kv_heads} KV heads evenly; choose a multiple")
     if shape.head_size % 2:
@@ -192,6 +208,12 @@ def parse_heads(text: str) -> tuple[int, int]:
     return heads, kv_heads
 
 
+def parse_seed(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -204,7 +226,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab", metavar="MODEL", default=argparse.SUPPRESS, help="GGUF or model name whose tokenizer to take"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--seed", type=parse_seed, default=0, help="of the random weights")
     parser.add_argument("-o", "--output", type=Path, default=argparse.SUPPRESS, help="the file to make")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     return parser.parse_args(argv)
@@ -239,10 +261,16 @@ def run(arguments: argparse.Namespace) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        out = run(parse_arguments(argv))
+        with streams.unwind_on_termination():
+            out = run(parse_arguments(argv))
     except TqError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print("error: this shape has a tensor larger than the memory; choose a smaller one", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
     info = models.check_gguf(out)
     print(
         f"{info.n_layer} layers, width {info.n_embd}, {info.n_head}/{info.n_head_kv} heads of {info.head_size_k}, "

@@ -43,18 +43,27 @@ def smollm2_path() -> Path:
 def tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
     """A maker of llama-shaped GGUF files without tokenizer, a few hundred kilobytes each."""
 
-    def make(head_size: int = 64, n_head: int = 2, n_head_kv: int | list[int] = 1, n_layer: int = 2) -> Path:
+    def make(
+        head_size: int = 64,
+        n_head: int = 2,
+        n_head_kv: int | list[int] = 1,
+        n_layer: int = 2,
+        arch: str | None = None,
+    ) -> Path:
         path = tmp_path / f"tiny-{head_size}-{n_head}-{n_layer}.gguf"
-        write_tiny_gguf(path, head_size, n_head, n_head_kv, n_layer)
+        # llama.cpp's llama takes one number of KV heads for all layers; deci is the same with one per layer.
+        arch = arch or ("llama" if isinstance(n_head_kv, int) else "deci")
+        write_tiny_gguf(path, arch, head_size, n_head, n_head_kv, n_layer)
         return path
 
     return make
 
 
-def write_tiny_gguf(path: Path, head_size: int, n_head: int, n_head_kv: int | list[int], n_layer: int) -> None:
+def write_tiny_gguf(
+    path: Path, arch: str, head_size: int, n_head: int, n_head_kv: int | list[int], n_layer: int
+) -> None:
     n_embd, n_ff, n_vocab = head_size * n_head, 64, 32
-    # llama.cpp's llama takes one number of KV heads for all layers; deci is the same with one per layer.
-    writer = gguf.GGUFWriter(path, "llama" if isinstance(n_head_kv, int) else "deci")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(4096)
     writer.add_embedding_length(n_embd)
     writer.add_block_count(n_layer)

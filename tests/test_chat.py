@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -14,8 +15,11 @@ import time
 import pytest
 
 from tq_ggml.chat import Chat, meter
-from tq_ggml.engine import Llama
+from tq_ggml.cli import main
 from tq_ggml.errors import TqError
+from tq_ggml.llama import Llama
+
+from llama_cpp import llama_chat_format  # isort: skip  after tq_ggml.llama, which loads the libraries
 
 N_CTX = 256
 # Asked less plainly, the model answers in something like French, whatever the cache type.
@@ -76,6 +80,46 @@ def test_a_message_larger_than_the_context(llama):
     assert chat.turns == []
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
+        ("{{ messages.nothing.at_all }}", "has no attribute"),
+    ],
+)
+def test_a_template_that_refuses_is_one_line(llama, monkeypatch, template, reason):
+    handler = llama_chat_format.Jinja2ChatFormatter(template, eos_token="", bos_token="").to_chat_handler()
+    monkeypatch.setattr(llama, "chat_handler", handler)
+    for system, hint in (("You are terse.", "; leave --system out"), (None, "")):
+        chat, _ = make_chat(llama, system=system)
+        with pytest.raises(TqError, match=f"chat template refuses this conversation: .*{reason}.*{hint}") as refused:
+            "".join(chat.reply("Hello."))
+        assert "\n" not in str(refused.value) and ("--system" in str(refused.value)) == bool(system)
+        assert chat.turns == []
+
+
+def with_template(path, target, template):
+    """A copy of a model with another chat template, of the same length in bytes."""
+    data = path.read_bytes()
+    at = data.index(b"{% for message in messages %}")
+    (length,) = struct.unpack_from("<Q", data, at - 8)
+    target.write_bytes(data[:at] + template.encode().ljust(length) + data[at + length :])
+    return str(target)
+
+
+def test_broken_and_refusing_templates_from_the_command_line(smollm2_path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TQ_GGML_CACHE", str(tmp_path / "cache"))
+    for template, message in (
+        ("{% for %}", "chat template in m.gguf is broken"),
+        ("{{ raise_exception('no system role') }}", "no system role; leave --system out"),
+    ):
+        model = with_template(smollm2_path, tmp_path / "m.gguf", template)
+        assert main(["chat", "-m", model, "--system", "Be brief.", "--prompt", "Hello.", "-c", "256"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("tq-ggml: error: ") and message in error
+
+
 def test_the_limit_that_cut_a_reply_is_named(llama):
     chat, _ = make_chat(llama, max_tokens=5)
     "".join(chat.reply(LONG_ANSWER))
@@ -131,11 +175,20 @@ class Terminal:
         """What came before ``text``; fails if it does not come."""
         deadline = time.monotonic() + timeout
         while text not in self.seen:
-            ready, _, _ = select.select([self.master], [], [], max(deadline - time.monotonic(), 0))
-            assert ready, f"{text!r} did not come; seen: {self.seen!r}"
-            self.seen += os.read(self.master, 4096).decode("utf-8", "replace")
+            self._read(deadline, f"{text!r} did not come")
         before, self.seen = self.seen.split(text, 1)
         return before
+
+    def wait_for_length(self, length, timeout=90):
+        """Until that many characters came that nothing has waited for yet."""
+        deadline = time.monotonic() + timeout
+        while len(self.seen) < length:
+            self._read(deadline, f"less than {length} characters came")
+
+    def _read(self, deadline, complaint):
+        ready, _, _ = select.select([self.master], [], [], max(deadline - time.monotonic(), 0))
+        assert ready, f"{complaint}; seen: {self.seen!r}"
+        self.seen += os.read(self.master, 4096).decode("utf-8", "replace")
 
 
 def test_in_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(smollm2_path):
@@ -147,8 +200,7 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(smollm2_path):
         terminal.wait_for("> ")
         terminal.type(LONG_ANSWER + "\n")
         terminal.wait_for("\n")  # the echo of what was typed
-        while len(terminal.seen) < 20:
-            terminal.seen += os.read(terminal.master, 4096).decode("utf-8", "replace")
+        terminal.wait_for_length(20)
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("(stopped)")
         terminal.wait_for("> ")

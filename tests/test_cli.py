@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tq_ggml import cli, commands
+from tq_ggml import cli, commands, library
 from tq_ggml.cli import build_parser, main
 
 COMPARE_KEYS = {"type_k", "type_v", "kv_mib", "ratio", "ppl", "ppl_err", "kld", "kld_err", "same_top"}
@@ -155,13 +156,20 @@ def test_a_head_size_that_does_not_fit(tiny_gguf, capsys):
     assert "80" in capsys.readouterr().err
 
 
+def test_a_model_without_a_cache(tiny_gguf, capsys):
+    assert main(["bench", "-m", str(tiny_gguf(arch="llada")), "-d", "8", "--types", "f16,tq4"]) == 2
+    assert "keeps no KV cache that tq-ggml can measure" in capsys.readouterr().err
+
+
 def test_doctor(capsys):
     assert main(["doctor", "-o", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["types"]["tq3"], found["types"]["tq4"], found["types"]["q4_0"]) == (43, 44, 2)
     assert found["simd_level"]
     assert found["versions"]["llama_cpp"] == "0.3.36"
-    assert found["libraries"]["llama"].endswith(".so")
+    for name in ("llama", "ggml", "ggml-base", "ggml-cpu", "tq"):
+        path = Path(found["libraries"][name])
+        assert path.is_file() and path.parent == library.lib_dir()
     assert 0.001 < found["round_trip_nmse"]["tq4"] < found["round_trip_nmse"]["tq3"] < 0.03
     assert found["problems"] == []
 

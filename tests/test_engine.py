@@ -138,6 +138,20 @@ def test_unknown_type_lists_the_known(model):
         model.context("tq5", n_ctx=256)
 
 
+def test_a_model_without_a_cache(tiny_gguf):
+    """A diffusion model attends to all tokens at once."""
+    with Model(tiny_gguf(arch="llada")) as model:
+        with pytest.raises(EngineError, match=r"\.gguf \(llada\) keeps no KV cache that tq-ggml can measure"):
+            model.context(n_ctx=256)
+
+
+def test_a_model_without_a_vocabulary(tiny_gguf):
+    with Model(tiny_gguf()) as model:
+        for use in (lambda: model.tokenize("x"), lambda: model.detokenize([1])):
+            with pytest.raises(EngineError, match="has no vocabulary"):
+                use()
+
+
 def test_context_larger_than_memory(model):
     with pytest.raises(EngineError, match="a context of 2000000000 tokens needs .* MiB of memory are free"):
         model.context("tq4", n_ctx=2_000_000_000)

@@ -135,6 +135,8 @@ def test_no_byte_outside_the_row_is_touched(level):
         (np.zeros((32, 64), np.float32)[:, ::2], ValueError, "C-contiguous"),
         (np.float32(1), TypeError, "numpy array"),
         (np.zeros((), np.float32), ValueError, "dimension"),
+        (np.zeros(32, np.dtype(np.float32).newbyteorder()), TypeError, "[<>]f4; convert"),
+        (np.zeros(129, np.uint8)[1:].view(np.float32), ValueError, "aligned to its 4 bytes"),
     ],
 )
 def test_bad_values_are_refused_with_a_reason(x, error, words):
@@ -153,6 +155,8 @@ def test_bad_blocks_and_queries_are_refused_with_a_reason():
         kernels.dequantize(np.zeros(19, np.uint8), "tq4")
     with pytest.raises(TypeError, match="int8"):
         kernels.dequantize(np.zeros(18, np.int8), "tq4")
+    with pytest.raises(ValueError, match="query must be aligned"):
+        kernels.dot(np.zeros((3, 18), np.uint8), np.zeros(129, np.uint8)[1:].view(np.float32), "tq4")
     with pytest.raises(ValueError, match=r"need \(64,\)"):
         kernels.dot(np.zeros((3, 36), np.uint8), np.zeros(32, np.float32), "tq4")
 

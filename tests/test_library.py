@@ -88,7 +88,7 @@ importlib.util.find_spec = lambda name, package=None: None
 
 def test_no_libraries(tmp_path):
     said = run(ACTIVATE, TQ_GGML_LIB_PATH=str(tmp_path))
-    assert said.startswith(f"EngineError: no libllama in {tmp_path}") and "build it with" in said
+    assert said.startswith(f"EngineError: no libllama in {tmp_path}") and "build it with `make dev`" in said
 
 
 def test_a_library_that_does_not_load(tmp_path):

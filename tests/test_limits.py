@@ -60,7 +60,7 @@ def test_context_larger_than_memory(tiny_gguf, monkeypatch):
         limits.check_cache(info, F16, F16, 65536)
     assert str(refused.value) == (
         "a context of 65536 tokens needs 32 MiB for its KV cache (K f16, V f16), but 16 MiB of memory are free for it; "
-        "use a context of at most 32768 tokens, or cache type tq4 (9 MiB)"
+        "use a context of at most 32768 tokens (the model was trained on 4096), or cache type tq4 (9 MiB)"
     )
     limits.check_cache(info, resolve("tq4"), resolve("tq4"), 65536)
     with pytest.raises(EngineError, match=r"needs 14 MiB .* or cache type tq3 \(11 MiB\)"):

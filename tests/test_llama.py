@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from tq_ggml.engine import Llama
 from tq_ggml.errors import CacheTypeError, EngineError, TqError
 from tq_ggml.library import activate
+from tq_ggml.llama import Llama
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +156,18 @@ def test_a_refusal_of_llama_cpp_is_quoted(load):
         load(n_batch=0)
     with pytest.raises(ValueError, match="is too long"):
         load(kv_overrides={"general.name": "x" * 200})
+
+
+def test_a_model_without_a_cache_says_only_that_no_size_is_known(tiny_gguf, capfd):
+    Llama(tiny_gguf(arch="llada")).close()
+    assert capfd.readouterr().err == "tq-ggml: llama.cpp reports no size of a KV cache for this model\n"
+
+
+def test_a_model_without_a_vocabulary(tiny_gguf):
+    llama = Llama(tiny_gguf(), cache_type="tq4")
+    with pytest.raises(EngineError, match="has no vocabulary"):
+        llama("Once upon a time", max_tokens=1)
+    llama.close()
 
 
 def test_a_failed_constructor_leaves_nothing_behind(load, recwarn):

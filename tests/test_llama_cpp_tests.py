@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-BUILD = Path(__file__).resolve().parent.parent / "build"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import build  # noqa: E402
 
 
 def run(name: str, *arguments: str) -> str:
-    found = sorted(BUILD.glob(f"*/bin/{name}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    tree = build.build_tree()
+    program = tree / "bin" / name if tree else None
+    if program is None or not program.is_file():
         reason = f"{name} is not built; run `make test`"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    done = subprocess.run([found[-1], *arguments], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
 

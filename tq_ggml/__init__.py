@@ -13,8 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tq_ggml.engine import Llama, activate
     from tq_ggml.kernels import dequantize, dot, quantize, simd_level, type_info
+    from tq_ggml.library import activate
+    from tq_ggml.llama import Llama
 
 __version__ = "0.1.0"
 
@@ -23,8 +24,8 @@ TQ3 = 43
 TQ4 = 44
 
 _HOME = {
-    "Llama": "engine",
-    "activate": "engine",
+    "Llama": "llama",
+    "activate": "library",
     "dequantize": "kernels",
     "dot": "kernels",
     "quantize": "kernels",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from tq_ggml.cache_types import CacheType
+from tq_ggml.cache_types import CacheType, Pair
 
 if TYPE_CHECKING:
     from tq_ggml.engine import Context, Model
@@ -70,7 +70,7 @@ class Speed:
 
 def bench(
     model: Model,
-    pairs: Sequence[tuple[CacheType, CacheType]],
+    pairs: Sequence[Pair],
     test: Test,
     *,
     repeats: int = 3,
@@ -89,7 +89,7 @@ def bench(
             stack.enter_context(model.context(*pair, n_ctx=test.n_ctx, n_batch=BATCH, n_threads=n_threads))
             for pair in pairs
         ]
-        speeds = [Speed(c.type_k, c.type_v, c.kv_bytes, _f16_bytes(c), test) for c in contexts]
+        speeds = [Speed(c.type_k, c.type_v, c.kv_bytes, c.kv_bytes_f16, test) for c in contexts]
         for context in contexts:
             context.decode(tokens[:BATCH], 0, logits="last")
         rounds = [(context, speed) for _ in range(repeats) for context, speed in zip(contexts, speeds, strict=True)]
@@ -129,12 +129,6 @@ def _decode_seconds(context: Context, tokens: np.ndarray, test: Test) -> float:
     for pos in range(test.depth, test.depth + test.n_gen):
         context.decode(tokens[pos : pos + 1], pos, logits="last")
     return time.perf_counter() - start
-
-
-def _f16_bytes(context: Context) -> int:
-    keys = context.kv_bytes_k / context.type_k.bits_per_value
-    values = context.kv_bytes_v / context.type_v.bits_per_value
-    return round(16 * (keys + values))
 
 
 def to_rows(speeds: Sequence[Speed]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ ids agree with the patched ggml.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from tq_ggml.errors import CacheTypeError
 
@@ -39,6 +40,10 @@ class CacheType:
         """Whether llama.cpp counts it as quantised (it then needs flash attention for values)."""
         return self.block_size > 1
 
+    def f16_bytes(self, n_bytes: int) -> int:
+        """Bytes that the values of ``n_bytes``, a whole number of blocks, take in f16."""
+        return n_bytes // self.type_size * self.block_size * 2
+
     def __str__(self) -> str:
         return self.name
 
@@ -57,6 +62,9 @@ CACHE_TYPES: tuple[CacheType, ...] = (
     CacheType("tq3", 43, 32, 14, ("turbo3", "tbq3")),
 )
 
+Pair = tuple[CacheType, CacheType]
+"""Types of keys and of values."""
+
 _BY_NAME = {name: t for t in CACHE_TYPES for name in (t.name, *t.aliases)}
 _BY_ID = {t.ggml_id: t for t in CACHE_TYPES}
 
@@ -71,8 +79,8 @@ def resolve(spec: str | int | CacheType) -> CacheType:
         return spec
     if isinstance(spec, str) and spec.strip().isdecimal():
         spec = int(spec)
-    if isinstance(spec, int) and not isinstance(spec, bool):
-        found = _BY_ID.get(spec)
+    if isinstance(spec, Integral) and not isinstance(spec, bool):  # numpy's integers, too
+        found = _BY_ID.get(int(spec))
     else:
         found = _BY_NAME.get(str(spec).strip().lower())
     if found is None:
@@ -85,7 +93,7 @@ def names() -> str:
     return ", ".join(t.name for t in CACHE_TYPES)
 
 
-def parse_pair(spec: str | int | CacheType) -> tuple[CacheType, CacheType]:
+def parse_pair(spec: str | int | CacheType) -> Pair:
     """``"tq4"`` is tq4 for keys and values; ``"q8_0/tq4"`` is keys / values.
 
     Raises:

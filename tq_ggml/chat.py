@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tq_ggml.errors import TqError
+from tq_ggml.library import engine_log
 
 if TYPE_CHECKING:
     from tq_ggml.llama import Llama
@@ -72,7 +73,8 @@ class Chat:
         """Answer in pieces as they are generated. Closing the iterator early keeps the turn as far as it got.
 
         Raises:
-            TqError: the message alone does not fit in the context.
+            TqError: the message alone does not fit in the context, the model's chat template refuses the conversation,
+                or llama.cpp fails.
         """
         n_user = self._count(text)
         self._make_room(n_user)
@@ -113,22 +115,34 @@ class Chat:
     def _stream(self, text: str) -> Iterator[str]:
         self.rate = self.cut_at = None
         while True:
+            chunks = self._chunks(text)
             try:
-                chunks = self.llama.create_chat_completion(
-                    self._messages(text), stream=True, max_tokens=self.max_tokens, **self.sampling
-                )
                 yield from self._pieces(chunks)
                 return
             except ValueError as error:
                 if "exceed context window" not in str(error):
-                    raise
+                    raise TqError(f"llama-cpp-python refuses this message: {_one_line(error)}") from error
                 self._drop_after_refusal()
+            except RuntimeError as error:
+                raise TqError(f"the reply failed: {_one_line(error)}{engine_log.reason()}") from error
+
+    def _chunks(self, text: str) -> Iterator[dict[str, Any]]:
+        engine_log.clear()
+        try:
+            return self.llama.create_chat_completion(
+                self._messages(text), stream=True, max_tokens=self.max_tokens, **self.sampling
+            )
+        # Only the model's chat template has run so far, a program of somebody else's that can fail in any way.
+        except Exception as error:
+            hint = "; leave --system out, or put its text into your message" if self.system else ""
+            raise TqError(f"the model's chat template refuses this conversation: {_one_line(error)}{hint}") from error
 
     def _drop_after_refusal(self) -> None:
         # Our count is only near: what a template adds is known to the template alone.
         if not self.turns:
             raise TqError(
-                f"this message does not fit in the context of {self.llama.n_ctx()} tokens; shorten it or raise --n-ctx"
+                f"{'the system prompt and this message do' if self.system else 'this message does'} not fit in the "
+                f"context of {self.llama.n_ctx()} tokens; shorten {'them' if self.system else 'it'} or raise --n-ctx"
             )
         self._drop(1)
 
@@ -145,6 +159,10 @@ class Chat:
             if choice["finish_reason"] == "length":
                 full = self.llama.n_tokens >= self.llama.n_ctx() - 1
                 self.cut_at = "the end of the context" if full else f"--max-tokens {self.max_tokens}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def meter(chat: Chat) -> str:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tq_ggml.cache_types import CacheType, names, parse_pair, resolve
+from tq_ggml import streams
+from tq_ggml.cache_types import CacheType, Pair, names, parse_pair, resolve
 from tq_ggml.errors import CacheTypeError, TqError
+from tq_ggml.report import FORMATS
 
 DEFAULT_TYPES = "f16,q8_0,q4_0,tq4,tq3"
 DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_CHAT_CTX = 2048, 4096, 4096
 MAX_TOKENS = 1 << 24  # no context is longer; catches slips before they become an out-of-memory
-
-Pair = tuple[CacheType, CacheType]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,33 +27,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when ``doctor`` found a problem; 2 after an error message for the user; 130 after Ctrl-C; 141 when whatever
         reads our output went away.
     """
+    streams.prepare()
     try:
-        args = build_parser().parse_args(argv)
-        # numpy and the engine come in here, so that --help is quick.
-        from tq_ggml import commands
-
-        code = getattr(commands, args.run)(args) or 0
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # also after --help: a full disk shows only here
     except TqError as error:
-        print(f"tq-ggml: error: {error}", file=sys.stderr)
-        _remember(error, argv)
-        return 2
+        return _fail(error, argv)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.discard_output()
         return 141
+    except OSError as error:
+        streams.discard_output()
+        return _fail(f"{error.filename or 'cannot write the output'}: {error.strerror or error}", argv)
 
 
-def _remember(error: TqError, argv: Sequence[str] | None) -> None:
+def _run(argv: Sequence[str] | None) -> int:
+    args = build_parser().parse_args(argv)
+    # numpy and the engine come in here, so that --help is quick.
+    from tq_ggml import commands
+
+    return getattr(commands, args.run)(args) or 0
+
+
+def _fail(error: TqError | str, argv: Sequence[str] | None) -> int:
     from tq_ggml import doctor
 
     words = sys.argv[1:] if argv is None else argv
+    with contextlib.suppress(OSError):  # stderr may be what cannot be written
+        print(f"tq-ggml: error: {error}", file=sys.stderr)
     with contextlib.suppress(OSError):  # a help for later, not worth a second error now
         doctor.last_error_path().parent.mkdir(parents=True, exist_ok=True)
-        doctor.last_error_path().write_text(f"tq-ggml {' '.join(words)}: {error}\n", encoding="utf-8")
+        line = f"tq-ggml {' '.join(words)}: {error}\n"
+        doctor.last_error_path().write_text(line, encoding="utf-8", errors="backslashreplace")
+    return 2
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -85,6 +95,11 @@ def _temperature(text: str) -> float:
         if 0 <= float(text) <= 10:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 10")
+
+
+def _readable(text: str) -> str:
+    """An argument whose bytes were not text in the terminal's encoding, with replacement characters for those."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _type(text: str) -> CacheType:
@@ -119,8 +134,8 @@ def _shared() -> argparse.ArgumentParser:
     return parser
 
 
-def _measuring() -> argparse.ArgumentParser:
-    """Options that compare, perplexity and bench share."""
+def _measuring(*, quality: bool, speed: bool) -> argparse.ArgumentParser:
+    """Options of compare, which measures both, of perplexity and of bench."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--types",
@@ -129,7 +144,17 @@ def _measuring() -> argparse.ArgumentParser:
         help=f"cache types to compare, KEYS/VALUES for a mixed pair (default: {DEFAULT_TYPES}; "
         "f16 and the one type when --cache-type is given)",
     )
-    quality = parser.add_argument_group("quality")
+    if quality:
+        _add_quality(parser.add_argument_group("quality"))
+    if speed:
+        _add_speed(parser.add_argument_group("speed"))
+    output = parser.add_argument_group("output")
+    _add_output(output, FORMATS)
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw the result as png, svg or pdf")
+    return parser
+
+
+def _add_quality(quality: Any) -> None:
     quality.add_argument("-f", "--text", metavar="FILE", help="UTF-8 text, or a novel's title (default: the demo text)")
     quality.add_argument(
         "-c",
@@ -141,7 +166,9 @@ def _measuring() -> argparse.ArgumentParser:
     quality.add_argument(
         "--windows", type=_whole(1), default=4, metavar="N", help="windows to score (default: %(default)s)"
     )
-    speed = parser.add_argument_group("speed")
+
+
+def _add_speed(speed: Any) -> None:
     speed.add_argument(
         "-d",
         "--depth",
@@ -159,10 +186,6 @@ def _measuring() -> argparse.ArgumentParser:
     )
     speed.add_argument("-n", "--n-gen", type=_whole(0), default=32, metavar="N", help="tokens to decode (default: 32)")
     speed.add_argument("-r", "--repetitions", type=_whole(1), default=3, metavar="N", help="rounds (default: 3)")
-    output = parser.add_argument_group("output")
-    _add_output(output, ("md", "csv", "json", "jsonl"))
-    output.add_argument("--plot", type=Path, metavar="FILE", help="draw the result as png, svg or pdf")
-    return parser
 
 
 def _add_output(parser: Any, formats: Sequence[str]) -> None:
@@ -179,10 +202,11 @@ def build_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=name)
         return command
 
-    shared, measuring = _shared(), _measuring()
-    add("compare", "Memory, quality and speed of cache types side by side.", shared, measuring)
-    add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, measuring)
-    add("bench", "Prefill and decode tokens per second at depths.", shared, measuring)
+    shared = _shared()
+    both, quality, speed = (_measuring(quality=q, speed=s) for q, s in ((True, True), (True, False), (False, True)))
+    add("compare", "Memory, quality and speed of cache types side by side.", shared, both)
+    add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, quality)
+    add("bench", "Prefill and decode tokens per second at depths.", shared, speed)
     _add_chat(add("chat", "Talk to a model in the terminal, or line by line over a pipe.", shared))
     _add_output(add("doctor", "What is loaded, and does it work."), ("md", "json"))
     _add_models(add("models", "Models that Python packages carry."))
@@ -198,12 +222,12 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--temp", type=_temperature, default=0.7, metavar="T", help="0 always takes the likeliest token (default: 0.7)"
     )
     parser.add_argument("--seed", type=_whole(0, 2**32 - 1), metavar="N", help="repeat the same replies")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
+    parser.add_argument("--system", type=_readable, metavar="TEXT", help="system prompt")
+    parser.add_argument("--prompt", type=_readable, metavar="TEXT", help="answer this and leave")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    _add_output(parser, ("md", "csv", "json", "jsonl"))
+    _add_output(parser, FORMATS)
     get = parser.add_subparsers(metavar="get").add_parser("get", help="fetch one, check it and print its path")
     get.add_argument("name", metavar="NAME")
     get.add_argument("--accept-licence", "--accept-license", action="store_true", help="of a model that asks for it")

@@ -14,13 +14,13 @@ import numpy as np
 
 from tq_ggml import benchmark, engine, report, texts
 from tq_ggml.benchmark import Test
-from tq_ggml.cache_types import parse_pair
+from tq_ggml.cache_types import Pair, parse_pair
 from tq_ggml.chat import Chat
 from tq_ggml.chat import run as run_chat
 from tq_ggml.cli import DEFAULT_CHAT_CTX, DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_TYPES
 from tq_ggml.doctor import as_rows, examine
 from tq_ggml.errors import TqError
-from tq_ggml.evaluation import F16, Pair, cut_windows, evaluate
+from tq_ggml.evaluation import F16, cut_windows, evaluate
 from tq_ggml.models import available, check_gguf, get, resolve_model
 
 
@@ -76,6 +76,8 @@ def _types(args: argparse.Namespace) -> list[Pair]:
 def _text(spec: str | None) -> str:
     if spec is None:
         return texts.demo_text()
+    if not spec:
+        raise TqError("--text is empty; give a file or a novel's title, or leave it out for the demo text")
     if not Path(spec).exists() and spec.lower() in (title.lower() for title in texts.NOVELS):
         return texts.novel(spec)
     return texts.load_text(spec)
@@ -98,8 +100,9 @@ def _tests(args: argparse.Namespace, model: engine.Model) -> list[Test]:
     longest = max(args.n_gen, args.n_prompt or 0)
     default = max(min(DEFAULT_DEPTH, model.n_ctx_train - longest), 0)
     tests = [Test(depth, args.n_gen, args.n_prompt) for depth in args.depth or [default]]
-    if not all(test.prefilled or test.n_gen for test in tests):
-        raise TqError("nothing to measure: give --depth, --n-prompt or --n-gen more than 0 tokens")
+    empty = next((test for test in tests if not (test.prefilled or test.n_gen)), None)
+    if empty:
+        raise TqError(f"nothing to measure at depth {empty.depth}: give --n-prompt or --n-gen more than 0 tokens")
     _warn_length(model, "--depth", max(test.n_ctx for test in tests))
     return tests
 
@@ -137,8 +140,11 @@ def _note(line: str) -> None:
 
 def chat(args: argparse.Namespace) -> None:
     """``tq-ggml chat``; the engine falls back to llama.cpp's environment variables for the cache types."""
+    # The class derives from llama_cpp.Llama: to import it is to load the libraries.
+    from tq_ggml.llama import Llama
+
     path = resolve_model(args.model)
-    llama = engine.Llama(
+    llama = Llama(
         path,
         cache_type=args.cache_type,
         cache_type_k=args.cache_type_k,
@@ -149,6 +155,8 @@ def chat(args: argparse.Namespace) -> None:
     )
     sampling = {"temperature": args.temp} | ({} if args.seed is None else {"seed": args.seed})
     with contextlib.closing(llama):
+        if not any(key.startswith("tokenizer.chat_template") for key in llama.metadata):
+            _note(f"warning: the model has no chat template; replies may be poor in the format of {llama.chat_format}")
         talk = Chat(llama, system=args.system, max_tokens=args.max_tokens, sampling=sampling, note=_note)
         run_chat(talk, args.prompt)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -18,6 +19,9 @@ CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_v
 # A healthy codec loses 0.0060 (tq4) and 0.0257 (tq3) of a Gaussian's energy; a broken one far more.
 NMSE_LIMITS = {"tq4": 0.0066, "tq3": 0.0285}
 VERSIONS = {"tq_ggml": "tq-ggml", "llama_cpp": "llama-cpp-python", "numpy": "numpy"}
+
+
+LIBRARY = re.compile(r"lib(tq|llama|ggml[a-z-]*)\.(?:so|dylib)")
 
 
 def last_error_path() -> Path:
@@ -89,11 +93,22 @@ def _libraries() -> dict[str, str]:
     llama_cpp = library.activate()
     kernels = sys.modules.get("tq_ggml._kernels")
     return {
-        "llama": llama_cpp.llama_cpp._lib._name,
+        **_loaded(library.lib_dir()),
         "llama_cpp": str(Path(llama_cpp.__file__).parent),
         "kernels": getattr(kernels, "__file__", None),
         "system_info": llama_cpp.llama_print_system_info().decode(),
     }
+
+
+def _loaded(folder: Path) -> dict[str, str]:
+    """Name → path of our libraries in this process (or paths, if loaded twice); without /proc, those in ``folder``."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else map(str, sorted(folder.iterdir()))
+    found: dict[str, list[str]] = {}
+    for path in dict.fromkeys(line[line.find("/") :] for line in lines if "/" in line):
+        if match := LIBRARY.match(Path(path).name):
+            found.setdefault(match[1], []).append(path)
+    return {name: ", ".join(paths) for name, paths in sorted(found.items())}
 
 
 def _types() -> dict[str, int]:
@@ -105,7 +120,7 @@ def _types() -> dict[str, int]:
     for cache_type in CACHE_TYPES:
         with contextlib.suppress(CacheTypeError):
             library.require_type(cache_type)
-            types[library._type_name(lib, cache_type)] = cache_type.ggml_id
+            types[library.type_name(lib, cache_type)] = cache_type.ggml_id
     return types
 
 
@@ -124,18 +139,21 @@ def _round_trip() -> dict[str, float]:
 
 def _last_error() -> str | None:
     path = last_error_path()
-    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
 def _suspicious(report: dict[str, Any]) -> list[str]:
+    from tq_ggml import library
+
     lines = []
     types = report["types"]
     wrong = [t.name for t in CACHE_TYPES if types is not None and types.get(t.name) != t.ggml_id]
     if wrong:
-        lines.append(f"the loaded ggml does not know {', '.join(wrong)} by our ids; rebuild it with `make build`")
+        lines.append(f"the loaded ggml does not know {', '.join(wrong)} by our ids; {library.REBUILD}")
     for name, nmse in (report["round_trip_nmse"] or {}).items():
         if not nmse <= NMSE_LIMITS[name]:
-            lines.append(f"{name} lost {nmse:.4f} of a Gaussian's energy, more than {NMSE_LIMITS[name]}; rebuild it")
+            loss = f"{name} lost {nmse:.4f} of a Gaussian's energy, more than {NMSE_LIMITS[name]}"
+            lines.append(f"{loss}; {library.REBUILD}")
     return lines
 
 

@@ -7,31 +7,18 @@ the engine counts them. `Llama`, for everything else, is in `tq_ggml.llama`.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tq_ggml.cache_types import CacheType, resolve
 from tq_ggml.errors import EngineError
-from tq_ggml.library import activate, engine_log, kv_cache_bytes, lib_dir
+from tq_ggml.library import activate, engine_log, kv_cache_bytes, require_vocabulary, uninterrupted
 from tq_ggml.limits import check_cache
 from tq_ggml.models import check_gguf
-
-if TYPE_CHECKING:
-    from tq_ggml.llama import Llama as Llama
-
-__all__ = ["Context", "Llama", "Model", "activate", "lib_dir"]
-
-
-def __getattr__(name: str) -> Any:
-    # The class derives from llama_cpp.Llama, so it can only be made once our libraries are loaded.
-    if name == "Llama":
-        return importlib.import_module("tq_ggml.llama").Llama
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Model:
@@ -55,12 +42,13 @@ class Model:
         self.info = check_gguf(path)
         self.path = self.info.path
         engine_log.clear()
-        self._model = llama_cpp.llama_model_load_from_file(
-            os.fsencode(self.path), llama_cpp.llama_model_default_params()
-        )
-        if not self._model:
-            raise EngineError(f"llama.cpp cannot load {self.path}{engine_log.reason()}")
-        self._free = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
+        with uninterrupted():
+            self._model = llama_cpp.llama_model_load_from_file(
+                os.fsencode(self.path), llama_cpp.llama_model_default_params()
+            )
+            if not self._model:
+                raise EngineError(f"llama.cpp cannot load {self.path}{engine_log.reason()}")
+            self._free = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._vocab = vocab = llama_cpp.llama_model_get_vocab(self._model)
         text = ctypes.create_string_buffer(256)
@@ -79,19 +67,27 @@ class Model:
         Args:
             add_bos: put the model's own start (and end) tokens around it, where it has such.
             special: read ``<|im_start|>`` and the like as control tokens, not as text.
+
+        Raises:
+            EngineError: the model has no vocabulary, or llama.cpp cannot cut the text.
         """
+        require_vocabulary(self._open_vocab(), self.path)
         data = text.encode("utf-8")
-        n_max = len(data) + 2  # a token covers at least one byte; plus BOS and EOS
-        tokens = np.empty(n_max, dtype=np.int32)
-        n = self._llama_cpp.llama_tokenize(
-            self._open_vocab(), data, len(data), _pointer(tokens, ctypes.c_int32), n_max, add_bos, special
-        )
-        if n < 0:
-            raise EngineError(f"llama.cpp cannot tokenize this text of {len(data)} bytes (code {n})")
-        return tokens[:n].copy()
+        n_max = len(data) + 2  # a token covers at least one byte; plus BOS and EOS, though some models add more
+        while True:
+            tokens = np.empty(n_max, dtype=np.int32)
+            n = self._llama_cpp.llama_tokenize(
+                self._open_vocab(), data, len(data), _pointer(tokens, ctypes.c_int32), n_max, add_bos, special
+            )
+            if n >= 0:
+                return tokens[:n].copy()
+            if -n <= n_max:
+                raise EngineError(f"llama.cpp cannot tokenize this text of {len(data)} bytes (code {n})")
+            n_max = -n
 
     def detokenize(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
         """The text of token ids; ``special`` also spells out control tokens. Broken UTF-8 becomes U+FFFD."""
+        require_vocabulary(self._open_vocab(), self.path)
         ids = self._token_ids(tokens)
         size = 16 * ids.size + 16
         while True:
@@ -123,7 +119,8 @@ class Model:
 
         Raises:
             CacheTypeError: unknown type, or its block does not divide the model's head size.
-            EngineError: the KV cache is larger than the memory, or llama.cpp refuses (its reason is quoted).
+            EngineError: the KV cache is larger than the memory, the model has none, or llama.cpp refuses (its reason is
+                quoted).
         """
         key = resolve(type_k)
         context = Context(
@@ -196,30 +193,38 @@ class Context:
             raise EngineError(f"n_batch {n_batch}, n_ubatch {n_ubatch} and n_threads {n_threads} must be at least 1")
         self._llama_cpp = llama_cpp = model._llama_cpp
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
+        params.n_ctx, params.n_batch, params.n_ubatch = int(n_ctx), n_batch, n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k, params.type_v = type_k.ggml_id, type_v.ggml_id
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         engine_log.clear()
-        self._ctx = llama_cpp.llama_init_from_model(model._model, params)
-        if not self._ctx:
-            raise EngineError(f"llama.cpp cannot create a context of {n_ctx} tokens{engine_log.reason()}")
-        self._free = weakref.finalize(self, llama_cpp.llama_free, self._ctx)
+        with uninterrupted():
+            self._ctx = llama_cpp.llama_init_from_model(model._model, params)
+            if not self._ctx:
+                raise EngineError(f"llama.cpp cannot create a context of {n_ctx} tokens{engine_log.reason()}")
+            self._free = weakref.finalize(self, llama_cpp.llama_free, self._ctx)
         self._memory = llama_cpp.llama_get_memory(self._ctx)
         self.n_ctx: int = llama_cpp.llama_n_ctx(self._ctx)
         self.n_batch: int = llama_cpp.llama_n_batch(self._ctx)
         self.kv_bytes_k, self.kv_bytes_v = kv_cache_bytes(self._ctx)
+        if self.kv_bytes == 0:
+            self.close()
+            raise EngineError(f"{model.path.name} ({model.info.arch}) keeps no KV cache that tq-ggml can measure")
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the whole KV cache."""
         return self.kv_bytes_k + self.kv_bytes_v
 
+    @property
+    def kv_bytes_f16(self) -> int:
+        """Bytes of the same cache in f16."""
+        return self.type_k.f16_bytes(self.kv_bytes_k) + self.type_v.f16_bytes(self.kv_bytes_v)
+
     def clear(self) -> None:
         """Forget every token and zero the cache."""
         self._require_open()
-        if self._memory:
-            self._llama_cpp.llama_memory_clear(self._memory, True)
+        self._llama_cpp.llama_memory_clear(self._memory, True)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, pos: int, *, logits: str = "none") -> np.ndarray | None:
         """Run ``tokens`` at positions ``pos``, ``pos + 1``, ...; what the cache held from ``pos`` on is replaced.
@@ -278,8 +283,6 @@ class Context:
 
     def _rewind(self, pos: int) -> None:
         llama_cpp = self._llama_cpp
-        if not self._memory:
-            return
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, 0) + 1
         if pos > end:
             raise EngineError(f"position {pos} leaves a gap: the cache holds {end} tokens")

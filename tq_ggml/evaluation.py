@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from tq_ggml.cache_types import CacheType, resolve
+from tq_ggml.cache_types import CacheType, Pair, resolve
 from tq_ggml.errors import TqError
 
 if TYPE_CHECKING:
     from tq_ggml.engine import Context, Model
-
-Pair = tuple[CacheType, CacheType]
 
 LOGIT_BYTES = 64 << 20  # alive per context
 F16: Pair = (resolve("f16"), resolve("f16"))
@@ -145,7 +143,7 @@ def evaluate(
         windows: from :func:`cut_windows`; positions n_ctx/2 .. n_ctx-2 of each predict the scored tokens.
 
     Raises:
-        TqError: a cache type makes logits that are not finite.
+        TqError: a context cannot be made, or a cache type makes logits that are not finite.
     """
     n_windows, n_ctx = windows.shape
     rows = rows_per_chunk(model.n_vocab)

@@ -11,6 +11,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from gguf.constants import GGML_QUANT_SIZES
 
@@ -21,6 +22,8 @@ _VERSIONS = (2, 3)
 _MAX_ENTRIES = 1 << 16  # metadata entries, and tensors; real models have a few thousand
 _MAX_ITEMS = 1 << 21  # looked at one by one in all arrays together; the largest vocabularies have half a million
 _MAX_DIMS = 4
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS; above them llama.cpp aborts
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # any other aborts, too
 _ARRAY_SHOWN = 1 << 12  # longer arrays (scores, token types) are only measured
 _STRING_SHOWN = 1 << 12  # and of longer strings (chat templates) only the start is decoded
 
@@ -238,6 +241,10 @@ def _info(path: Path, size: int, metadata: dict) -> GgufInfo:
             raise _Broken(f"not a language model with attention: its {arch}.{key} is {value!r}")
         return largest
 
+    n_layer = number("block_count")
+    if n_layer > _MAX_LAYERS:
+        raise _Broken(f"damaged: its {arch}.block_count is {n_layer}, and llama.cpp has room for {_MAX_LAYERS} layers")
+    _check_counts(metadata, arch, n_layer)
     n_embd, n_head = number("embedding_length"), number("attention.head_count")
     n_head_kv = number("attention.head_count_kv", n_head)
     by_layer = metadata.get(f"{arch}.attention.head_count_kv")
@@ -246,7 +253,7 @@ def _info(path: Path, size: int, metadata: dict) -> GgufInfo:
         path=path,
         size=size,
         arch=arch,
-        n_layer=number("block_count"),
+        n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
         n_head_kv=by_layer if isinstance(by_layer, tuple) else n_head_kv,
@@ -255,3 +262,36 @@ def _info(path: Path, size: int, metadata: dict) -> GgufInfo:
         n_ctx_train=number("context_length"),
         n_vocab=tokens if isinstance(tokens, int) else 0,
     )
+
+
+def _check_counts(metadata: dict, arch: str, n_layer: int) -> None:
+    """Refuse what llama.cpp asserts while it reads the metadata: a failed assertion ends the process.
+
+    Values of a wrong type are left to llama.cpp, which refuses those properly.
+    """
+
+    def at_most(key: str, highest: int, what: str) -> int:
+        value = metadata.get(f"{arch}.{key}", 0)
+        largest = max(value, default=0) if isinstance(value, tuple) else value
+        if isinstance(largest, int) and largest > highest:
+            raise _Broken(f"damaged: its {arch}.{key} is {largest}, more than {what}; download it again")
+        return largest if isinstance(largest, int) else 0
+
+    def refuse(key: str) -> NoReturn:
+        raise _Broken(f"damaged: its {arch}.{key} is {metadata.get(f'{arch}.{key}')!r}; download it again")
+
+    at_most("nextn_predict_layers", n_layer, f"its {n_layer} layers")
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "linear")
+    if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
+        refuse("rope.scaling.type")
+    n_expert = at_most("expert_count", _MAX_EXPERTS, f"llama.cpp's {_MAX_EXPERTS}")
+    if arch.startswith("hunyuan") and n_expert <= 1:
+        return  # llama.cpp takes such a model for one without experts
+    n_used = at_most("expert_used_count", n_expert, f"its {n_expert} experts")
+    n_groups = at_most("expert_group_count", max(n_expert - 1, 0), f"its {n_expert} experts allow")
+    if n_expert and not n_used:
+        refuse("expert_used_count")
+    if n_groups > 1 and n_expert % n_groups:
+        refuse("expert_group_count")
+    if n_groups > 1 and not at_most("expert_group_used_count", n_groups - 1, f"its {n_groups} groups allow"):
+        refuse("expert_group_used_count")

@@ -62,6 +62,8 @@ def _array(x: ArrayLike, dtype: type, what: str) -> NDArray:
         raise ValueError(f"{what} must have at least one dimension")
     if not x.flags.c_contiguous:
         raise ValueError(f"{what} must be C-contiguous; use numpy.ascontiguousarray")
+    if not x.flags.aligned:
+        raise ValueError(f"{what} must be aligned to its {x.dtype.itemsize} bytes; use .copy()")
     return x
 
 
@@ -94,8 +96,8 @@ def quantize(x: NDArray[np.float32], cache_type: str | int) -> NDArray[np.uint8]
     """Encode values as the KV cache stores them (ggml: ``from_float`` of the type).
 
     Args:
-        x: float32, C-contiguous, shape (..., n) with n a multiple of 32. NaN is encoded as 0, what lies beyond
-            +-65504 (infinities included) as +-65504.
+        x: float32, C-contiguous and aligned, shape (..., n) with n a multiple of 32. NaN is encoded as 0, what lies
+            beyond +-65504 (infinities included) as +-65504.
         cache_type: ``"tq3"``, ``"tq4"``, an alias or a ggml id.
 
     Returns:
@@ -103,7 +105,7 @@ def quantize(x: NDArray[np.float32], cache_type: str | int) -> NDArray[np.uint8]
 
     Raises:
         TypeError: not a float32 numpy array.
-        ValueError: shape, contiguity or type name as above.
+        ValueError: shape, contiguity, alignment or type name as above.
     """
     info = type_info(cache_type)
     x = _values(x, "x")
@@ -132,7 +134,7 @@ def dequantize(data: NDArray[np.uint8], cache_type: str | int) -> NDArray[np.flo
 
     Raises:
         TypeError: not a uint8 numpy array.
-        ValueError: shape, contiguity or type name as above.
+        ValueError: shape, contiguity, alignment or type name as above.
     """
     info = type_info(cache_type)
     data = _blocks(data, info)

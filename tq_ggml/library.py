@@ -12,8 +12,12 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import signal
 import sys
+import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +30,7 @@ LLAMA_CPP_PYTHON = "0.3.36"
 """The llama-cpp-python whose ctypes declarations match our libraries; any other may read structs wrongly."""
 
 _INSTALL = f'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python=={LLAMA_CPP_PYTHON}'
+REBUILD = "build it with `make dev` or `pip install --force-reinstall --no-deps .` in the tq-ggml source"
 _LIBLLAMA = ("libllama.so", "libllama.dylib", "llama.dll")
 _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
@@ -43,7 +48,7 @@ def lib_dir() -> Path:
         if any((folder / name).exists() for name in _LIBLLAMA):
             return folder.resolve()
     where = f"{folders[0]} (TQ_GGML_LIB_PATH)" if override else str(folders[0])
-    raise EngineError(f"no libllama in {where}; build it with `make build` or `pip install .` in the tq-ggml source")
+    raise EngineError(f"no libllama in {where}; {REBUILD}")
 
 
 @functools.cache
@@ -70,11 +75,42 @@ def activate() -> ModuleType:
             "call tq_ggml.activate() before the first `import llama_cpp`"
         )
     if not _has_tq_types(llama_cpp) and not os.environ.get("TQ_GGML_LIB_PATH"):
-        raise EngineError(f"the libraries in {folder} were built without the tq types; run `make build` again")
+        raise EngineError(f"the libraries in {folder} were built without the tq types; {REBUILD}")
     importlib.import_module("llama_cpp._logger").set_verbose(False)
-    llama_cpp.llama_log_set(_log_callback(llama_cpp), ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
+    # Its way to keep quiet points descriptors 1 and 2 elsewhere, which two threads at once do not undo; our log is
+    # quiet without.
+    for module in ("llama_cpp.llama", "llama_cpp._internals"):
+        importlib.import_module(module).suppress_stdout_stderr = _streams_untouched
+    with uninterrupted():
+        llama_cpp.llama_log_set(_log_callback(llama_cpp), ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+@contextmanager
+def _streams_untouched(disable: bool = True) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block ends.
+
+    While llama.cpp loads a model it calls our log callback all the time. The KeyboardInterrupt would be raised in
+    there, and ctypes drops what a callback raises.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            handler(signal.SIGINT, None)
 
 
 def _installed_version() -> str | None:
@@ -112,10 +148,11 @@ def _import_llama_cpp(folder: Path) -> None:
 def _has_tq_types(llama_cpp: ModuleType) -> bool:
     # ggml_type_name reads past its table for ids it does not know, so ask only a library that carries our symbol.
     lib = llama_cpp.llama_cpp._lib
-    return hasattr(lib, "tq_kv_cache_bytes") and all(_type_name(lib, resolve(t)) == t for t in ("tq3", "tq4"))
+    return hasattr(lib, "tq_kv_cache_bytes") and all(type_name(lib, resolve(t)) == t for t in ("tq3", "tq4"))
 
 
-def _type_name(lib: ctypes.CDLL, cache_type: CacheType) -> str:
+def type_name(lib: ctypes.CDLL, cache_type: CacheType) -> str:
+    """What a loaded ggml (``llama_cpp.llama_cpp._lib``) calls the type's id; not to be asked of ids it may not have."""
     ggml_type_name = lib.ggml_type_name
     ggml_type_name.argtypes, ggml_type_name.restype = [ctypes.c_int], ctypes.c_char_p
     return (ggml_type_name(cache_type.ggml_id) or b"").decode()
@@ -129,6 +166,17 @@ def require_type(cache_type: CacheType) -> None:
     """
     if cache_type.name in ("tq3", "tq4") and not _has_tq_types(activate()):
         raise CacheTypeError(f"the libraries in {lib_dir()} (TQ_GGML_LIB_PATH) were built without {cache_type}")
+
+
+def require_vocabulary(vocab: int, path: str | os.PathLike[str]) -> None:
+    """Refuse to cut text for a model without a vocabulary, where llama.cpp would abort the process.
+
+    Raises:
+        EngineError: ``vocab``, a ``llama_vocab *``, is of no type.
+    """
+    llama_cpp = activate()
+    if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        raise EngineError(f"{Path(path).name} has no vocabulary, so it can only take token ids")
 
 
 class _EngineLog:
@@ -171,7 +219,8 @@ def _log_callback(llama_cpp: ModuleType) -> Any:
 def kv_cache_bytes(ctx: int) -> tuple[int, int]:
     """Bytes of keys and of values in the KV cache of a ``llama_context *``, as the engine allocated them.
 
-    Sums over all caches of the context (sliding-window models have two). ``(0, 0)`` for a model without KV cache.
+    Sums over all caches of the context (sliding-window models have two). ``(0, 0)`` for a model without one, and
+    for a kind of memory that tq_kv_cache_bytes does not know.
 
     Raises:
         EngineError: the loaded libraries are not ours and do not export ``tq_kv_cache_bytes``.

@@ -5,16 +5,19 @@ Asked before llama.cpp is, because it answers the first with a null pointer and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from numbers import Integral
 from pathlib import Path
 
 from tq_ggml.cache_types import CACHE_TYPES, CacheType, resolve
 from tq_ggml.errors import CacheTypeError, EngineError
-from tq_ggml.library import activate, kv_cache_bytes, require_type
+from tq_ggml.library import activate, kv_cache_bytes, require_type, uninterrupted
 from tq_ggml.models import GgufInfo
 
 _MIB = 1 << 20
 _CELLS = 256  # llama.cpp rounds a context up to this many tokens
+_LONGEST = (1 << 31) - _CELLS  # the last that is still an int32 when rounded
 _PROBE = 1 << 17  # tokens; longer than any sliding window, so above it the bytes grow by a constant per token
 
 
@@ -29,8 +32,8 @@ def check_cache(info: GgufInfo, type_k: CacheType, type_v: CacheType, n_ctx: int
         CacheTypeError: a block does not divide the head size, or the libraries lack the type.
         EngineError: ``n_ctx`` is no size, or the cache is certainly larger than the free memory.
     """
-    if not 0 <= n_ctx < 1 << 31:
-        raise EngineError(f"n_ctx must be between 0 (the model's own) and {(1 << 31) - 1}, not {n_ctx}")
+    if not isinstance(n_ctx, Integral) or not 0 <= n_ctx <= _LONGEST:
+        raise EngineError(f"n_ctx must be a whole number from 0 (the model's own) to {_LONGEST}, not {n_ctx!r}")
     for what, cache_type, head_size in (("key", type_k, info.head_size_k), ("value", type_v, info.head_size_v)):
         require_type(cache_type)
         _check_head_size(info, what, cache_type, head_size)
@@ -60,6 +63,8 @@ def _check_memory(info: GgufInfo, type_k: CacheType, type_v: CacheType, n_ctx: i
         return
     longest = int(n_ctx * room / sum(needed)) // _CELLS * _CELLS
     hint = f"use a context of at most {longest} tokens" if longest else "close other programs"
+    if longest > info.n_ctx_train:
+        hint += f" (the model was trained on {info.n_ctx_train})"
     raise EngineError(
         f"a context of {n_ctx} tokens needs {sum(needed) / _MIB:.0f} MiB for its KV cache (K {type_k}, V {type_v}), "
         f"but {room / _MIB:.0f} MiB of memory are free for it; {hint}{_smaller_type(needed, type_k, type_v, room)}"
@@ -82,20 +87,21 @@ def kv_bytes_at_most(info: GgufInfo, type_k: CacheType, type_v: CacheType, n_ctx
     Exact for plain transformers; sliding windows, shared, latent (MLA) or recurrent layers need less.
     """
     heads = sum(info.n_head_kv) if isinstance(info.n_head_kv, tuple) else info.n_layer * info.n_head_kv
-    cells = _rounded(n_ctx)
+    cells = rounded(n_ctx)
     return (
         int(cells * heads * info.head_size_k * type_k.bits_per_value / 8),
         int(cells * heads * info.head_size_v * type_v.bits_per_value / 8),
     )
 
 
-def _rounded(n_ctx: int) -> int:
+def rounded(n_ctx: int) -> int:
+    """The tokens of the context that llama.cpp makes when it is asked for ``n_ctx``."""
     return -(-n_ctx // _CELLS) * _CELLS
 
 
 def _engine_kv_bytes(path: Path, type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple[int, int]:
     """Bytes of keys and of values as llama.cpp itself plans them, for any architecture; ``(0, 0)`` if it cannot."""
-    n_ctx = _rounded(n_ctx)
+    n_ctx = rounded(n_ctx)
     if n_ctx <= _PROBE:
         return _plan(path, type_k, type_v, n_ctx)
     half, full = (_plan(path, type_k, type_v, n) for n in (_PROBE // 2, _PROBE))
@@ -108,19 +114,20 @@ def _plan(path: Path, type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple
     llama_cpp = activate()
     model_params = llama_cpp.llama_model_default_params()
     model_params.no_alloc, model_params.load_mode = True, llama_cpp.LLAMA_LOAD_MODE_NONE
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    if not model:
-        return 0, 0
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.type_k, params.type_v = n_ctx, type_k.ggml_id, type_v.ggml_id
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    ctx = llama_cpp.llama_init_from_model(model, params)
-    try:
-        return kv_cache_bytes(ctx) if ctx else (0, 0)
-    finally:
-        if ctx:
-            llama_cpp.llama_free(ctx)
-        llama_cpp.llama_model_free(model)
+    with uninterrupted():
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+        if not model:
+            return 0, 0
+        ctx = llama_cpp.llama_init_from_model(model, params)
+        try:
+            return kv_cache_bytes(ctx) if ctx else (0, 0)
+        finally:
+            if ctx:
+                llama_cpp.llama_free(ctx)
+            llama_cpp.llama_model_free(model)
 
 
 def available_memory() -> int | None:

@@ -5,16 +5,21 @@ Importing this module loads the libraries (`tq_ggml.library.activate`); `tq_ggml
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
 
 from tq_ggml.cache_types import CacheType, parse_pair, resolve
 from tq_ggml.errors import CacheTypeError, EngineError
-from tq_ggml.library import activate, engine_log, kv_cache_bytes
-from tq_ggml.limits import check_cache
-from tq_ggml.models import check_gguf
+from tq_ggml.library import activate, engine_log, kv_cache_bytes, require_vocabulary, uninterrupted
+from tq_ggml.limits import check_cache, rounded
+from tq_ggml.models import GgufInfo, check_gguf
 
 llama_cpp = activate()
 
@@ -33,6 +38,7 @@ class Llama(llama_cpp.Llama):
         type_k, type_v: the parent's spelling of the same two, names allowed. Where nothing is given, the environment's
             ``LLAMA_ARG_CACHE_TYPE_K`` / ``_V`` decide, as in llama.cpp's own programs, then f16.
         flash_attn: switched on by default when values are quantised or a tq type is used.
+        n_ctx: tokens the cache holds, 0 for the model's training context; rounded up to 256, as llama.cpp does it.
         verbose: llama.cpp's log on stderr; False by default.
 
     One line on stderr tells the size of the cache, unless ``TQ_GGML_QUIET=1`` is set.
@@ -43,10 +49,12 @@ class Llama(llama_cpp.Llama):
         kv_bytes_f16: bytes that the same cache would take in f16.
 
     Raises:
+        TypeError: an argument that neither this class nor its parent has.
         CacheTypeError: unknown type, contradictory arguments, a block that does not divide the head size, or quantised
             values with ``flash_attn=False``.
         TqError: the file is missing, no GGUF, or truncated.
-        EngineError: the cache is larger than the memory, or llama.cpp refuses (its own reason is quoted).
+        EngineError: the cache is larger than the memory, or llama.cpp refuses (its own reason is quoted); any use after
+            `close`.
     """
 
     cache_type_k: CacheType
@@ -68,6 +76,7 @@ class Llama(llama_cpp.Llama):
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
+        _check_names(kwargs)
         both = (None, None) if cache_type is None else parse_pair(cache_type)
         self.cache_type_k = _Side("k", cache_type_k, type_k, both[0]).choose()
         self.cache_type_v = _Side("v", cache_type_v, type_v, both[1]).choose()
@@ -76,16 +85,19 @@ class Llama(llama_cpp.Llama):
         check_cache(info, self.cache_type_k, self.cache_type_v, n_ctx, weights=info.size)
         engine_log.clear()
         try:
-            super().__init__(
-                str(info.path),
-                *args,
-                type_k=self.cache_type_k.ggml_id,
-                type_v=self.cache_type_v.ggml_id,
-                flash_attn=flash_attn,
-                n_ctx=n_ctx,
-                verbose=verbose,
-                **kwargs,
-            )
+            with uninterrupted():
+                super().__init__(
+                    _utf8(info.path),
+                    *args,
+                    type_k=self.cache_type_k.ggml_id,
+                    type_v=self.cache_type_v.ggml_id,
+                    flash_attn=flash_attn,
+                    n_ctx=_whole_context(info, n_ctx, kwargs.get("kv_overrides")),
+                    verbose=verbose,
+                    **kwargs,
+                )
+        except TemplateError as exc:
+            raise EngineError(f"the chat template in {info.path.name} is broken: {exc}; give chat_format=") from exc
         except (ValueError, RuntimeError) as exc:
             if not engine_log.errors:
                 raise  # the parent's own complaint about an argument
@@ -97,16 +109,18 @@ class Llama(llama_cpp.Llama):
     @property
     def kv_bytes_f16(self) -> int:
         """Bytes of the same cache in f16: exact, because whole blocks were allocated."""
-        return sum(
-            n // t.type_size * t.block_size * _F16.type_size
-            for n, t in ((self.kv_bytes_k, self.cache_type_k), (self.kv_bytes_v, self.cache_type_v))
-        )
+        return self.cache_type_k.f16_bytes(self.kv_bytes_k) + self.cache_type_v.f16_bytes(self.kv_bytes_v)
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """The parent's; an EngineError for a model without a vocabulary."""
+        require_vocabulary(self._model.vocab, self.model_path)
+        return super().tokenize(text, add_bos, special)
 
     def kv_summary(self) -> str:
         """The cache in one line: MiB of keys and values, what f16 would take and how many times more that is."""
         total = self.kv_bytes_k + self.kv_bytes_v
         if total == 0:
-            return "llama.cpp reports no KV cache for this model"
+            return "llama.cpp reports no size of a KV cache for this model"
         flash = self.context_params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return (
             f"KV cache K ({self.cache_type_k}): {self.kv_bytes_k / _MIB:.2f} MiB, "
@@ -119,6 +133,15 @@ class Llama(llama_cpp.Llama):
         """Free model and cache; also safe after a constructor that failed before the parent's."""
         if hasattr(self, "_stack"):
             super().close()
+        # The parent would go on with null pointers, and llama.cpp reads those.
+        self._model = self._ctx = self._batch = self.tokenizer_ = _Closed()
+
+
+class _Closed:
+    """In the place of everything that `Llama.close` has freed."""
+
+    def __getattr__(self, _name: str) -> NoReturn:
+        raise EngineError("this Llama is closed; make a new one")
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,36 @@ class _Side:
             return resolve(os.environ.get(variable) or _F16)
         except CacheTypeError as exc:
             raise CacheTypeError(f"environment variable {variable}: {exc}") from None
+
+
+def _check_names(kwargs: dict[str, Any]) -> None:
+    """The parent takes any keyword and ignores what it does not know, misspelt ones too."""
+    known = [
+        name
+        for owner in (Llama, llama_cpp.Llama)
+        for name, parameter in inspect.signature(owner.__init__).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for name in kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"Llama has no argument {name!r}{hint}")
+
+
+def _utf8(path: Path) -> str:
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise EngineError(
+            f"the path {ascii(str(path))} is not UTF-8, which llama-cpp-python needs; rename it"
+        ) from None
+    return str(path)
+
+
+def _whole_context(info: GgufInfo, n_ctx: int, overrides: dict[str, Any] | None) -> int:
+    """What llama.cpp will make of ``n_ctx``: the parent sizes its buffers by the number it is given."""
+    return rounded(int(n_ctx) or (overrides or {}).get(f"{info.arch}.context_length", info.n_ctx_train))
 
 
 def _flash_attention(asked: bool | None, type_k: CacheType, type_v: CacheType) -> bool:

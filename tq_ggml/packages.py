@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,7 +15,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +23,7 @@ import platformdirs
 from tqdm import tqdm
 
 from tq_ggml.errors import TqError
+from tq_ggml.streams import unwind_on_termination
 
 _POLL_SECONDS = 0.1
 
@@ -76,7 +79,10 @@ def _run(command: list, folder: Path, watch: Callable[[int], None] | None) -> st
     """None when the command succeeded, otherwise what it printed."""
     environment = {**os.environ, "TMPDIR": str(folder)}
     with tempfile.TemporaryFile("w+", dir=folder) as log:
-        with subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT) as process:
+        # A group of its own, because pip builds in processes of its own, which have to end with it.
+        with subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process:
             try:
                 while process.poll() is None:
                     if watch is not None:
@@ -86,7 +92,8 @@ def _run(command: list, folder: Path, watch: Callable[[int], None] | None) -> st
                     except subprocess.TimeoutExpired:
                         continue
             finally:
-                process.terminate()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
         log.seek(0)
         return None if process.returncode == 0 else log.read()
 
@@ -137,22 +144,38 @@ def staging(name: str) -> Iterator[Path]:
     name; what an earlier one left behind when it was killed is removed first.
 
     Raises:
-        TqError: the cache folder cannot be written, or is full.
+        TqError: the cache folder cannot be written, or gets full.
     """
+    with ExitStack() as stack:
+        stack.enter_context(unwind_on_termination())
+        try:
+            folder = _locked_folder(name, stack)
+        except OSError as problem:
+            raise _cannot_write(problem) from problem
+        try:
+            yield folder
+        except OSError as problem:
+            # Any other error is the caller's, and not about the cache folder.
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _cannot_write(problem) from problem
+
+
+def _locked_folder(name: str, stack: ExitStack) -> Path:
     cache = cache_dir()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{name}.lock").open("w") as lock:
-            _wait_for(lock, name)
-            for left_behind in cache.glob(f".{name}.*.tmp"):
-                shutil.rmtree(left_behind, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".tmp", dir=cache) as folder:
-                yield Path(folder)
-    except OSError as problem:
-        raise TqError(
-            f"cannot write into the cache folder {cache}: {problem.strerror or problem}; "
-            "free some space there or set TQ_GGML_CACHE to another folder"
-        ) from problem
+    cache.mkdir(parents=True, exist_ok=True)
+    lock = stack.enter_context((cache / f".{name}.lock").open("w"))
+    _wait_for(lock, name)
+    for left_behind in cache.glob(f".{name}.*.tmp"):
+        shutil.rmtree(left_behind, ignore_errors=True)
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".tmp", dir=cache)))
+
+
+def _cannot_write(problem: OSError) -> TqError:
+    return TqError(
+        f"cannot write into the cache folder {cache_dir()}: {problem.strerror or problem}; "
+        "free some space there or set TQ_GGML_CACHE to another folder"
+    )
 
 
 def _wait_for(lock: IO, name: str) -> None:

