@@ -18,7 +18,8 @@ ffibuilder.cdef("""
 
     const char * tq_quantize(int type, const float * src, int64_t n, void * dst, size_t dst_bytes);
     const char * tq_dequantize(int type, const void * src, size_t src_bytes, float * dst, int64_t n);
-    const char * tq_dot(int type, const void * x, size_t x_bytes, const float * query, int64_t n, float * result);
+    const char * tq_dot(int type, const void * rows, size_t rows_bytes, int64_t n_rows, const float * query, int64_t n,
+                        float * results);
 """)
 
 ffibuilder.set_source("tq_ggml._kernels", '#include "tq.h"')

@@ -35,9 +35,10 @@ foreach(target ggml-base ggml-cpu)
     target_link_libraries(${target} PRIVATE tq)
     target_include_directories(${target} PRIVATE ggml)
 endforeach()
+target_sources(ggml-cpu PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_flash_attn.c)
 target_sources(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
 target_include_directories(llama PRIVATE ggml tq)
-set_source_files_properties(ggml/tq_kv_cache.cpp TARGET_DIRECTORY llama PROPERTIES
+set_source_files_properties(ggml/tq_kv_cache.cpp ggml/tq_flash_attn.c TARGET_DIRECTORY llama ggml-cpu PROPERTIES
     COMPILE_OPTIONS "-Wall;-Wextra;$<$<BOOL:${TQ_WERROR}>:-Werror>" SKIP_UNITY_BUILD_INCLUSION ON)
 
 # No versioned names: a wheel cannot hold symbolic links and would carry each library three times.
@@ -52,7 +53,12 @@ endforeach()
 # The proof that the built engine has the types, and the ids that tq_ggml/cache_types.py says.
 add_executable(tq-check-types EXCLUDE_FROM_ALL ggml/tq_check_types.c)
 target_link_libraries(tq-check-types PRIVATE ggml ggml-base)
-add_custom_target(tq-types-checked ALL COMMAND tq-check-types DEPENDS tq-check-types)
+execute_process(
+    COMMAND ${Python_EXECUTABLE} -c "from tq_ggml.cache_types import CACHE_TYPES
+print(*(f'{t.ggml_id}:{t.name}:{t.type_size}' for t in CACHE_TYPES), sep=';', end='')"
+    WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/..
+    OUTPUT_VARIABLE cache_types COMMAND_ERROR_IS_FATAL ANY)
+add_custom_target(tq-types-checked ALL COMMAND tq-check-types ${cache_types} DEPENDS tq-check-types)
 
 # llama.cpp's own tests, linked with ggml alone.
 add_custom_target(tq-llama-tests)

@@ -1,24 +1,25 @@
-// Run by the build: the patched ggml must answer our names under the ids that tq_ggml/cache_types.py lists.
+// Run by the build with the rows of tq_ggml/cache_types.py as arguments, each ID:NAME:BYTES: the patched ggml must
+// agree.
 #include "ggml.h"
 
 #include <stdio.h>
 #include <string.h>
 
-int main(void) {
-    static const struct {
-        int          id;
-        const char * name;
-        size_t       size;
-    } expected[] = { { 43, "tq3", 14 }, { 44, "tq4", 18 } };
-
-    for (size_t i = 0; i < sizeof(expected) / sizeof(expected[0]); i++) {
-        const char * name = expected[i].id < GGML_TYPE_COUNT ? ggml_type_name((enum ggml_type) expected[i].id) : NULL;
-        if (name == NULL || strcmp(name, expected[i].name) != 0 ||
-            ggml_type_size((enum ggml_type) expected[i].id) != expected[i].size) {
-            fprintf(stderr, "type %d should be %s of %zu bytes a block, but ggml says %s; see c_src/patches\n",
-                    expected[i].id, expected[i].name, expected[i].size, name != NULL ? name : "nothing");
+int main(int argc, char ** argv) {
+    for (int i = 1; i < argc; i++) {
+        int    id;
+        char   name[32];
+        size_t bytes;
+        if (sscanf(argv[i], "%d:%31[^:]:%zu", &id, name, &bytes) != 3) {
+            fprintf(stderr, "tq-check-types: %s is not ID:NAME:BYTES\n", argv[i]);
+            return 1;
+        }
+        const char * found = id < GGML_TYPE_COUNT ? ggml_type_name((enum ggml_type) id) : NULL;
+        if (found == NULL || strcmp(found, name) != 0 || ggml_type_size((enum ggml_type) id) != bytes) {
+            fprintf(stderr, "type %d should be %s of %zu bytes a block, but ggml says %s; see c_src/patches\n", id,
+                    name, bytes, found != NULL ? found : "nothing");
             return 1;
         }
     }
-    return 0;
+    return argc > 1 ? 0 : 1;
 }

@@ -29,6 +29,9 @@ extern "C" {
 
 #define TQ_BLOCK 32
 
+// Packed: a row of blocks may start at any byte.
+#pragma pack(push, 1)
+
 // 3.5 bits a value: magnitude index (2 bits) and sign (1 bit) in two planes, so that a sign is one bit test away.
 typedef struct {
     uint16_t d;         // fp16 scale; value = d * level / 32
@@ -41,6 +44,8 @@ typedef struct {
     uint16_t d;       // fp16 scale; value = d * level / 32
     uint8_t  qs[16];  // byte j: element j in the low nibble, j+16 in the high one; bit 3 of a code is the sign
 } tq4_block;
+
+#pragma pack(pop)
 
 // A rotated query block in int8: what a key block is dotted with. Never stored in a cache.
 typedef struct {
@@ -58,22 +63,23 @@ typedef struct {
 // NULL when there is no such type.
 TQ_API const tq_type_info * tq_get_type_info(int type);
 
-// The name of the kernels that run: scalar, avx2, avx512bw, avx512, neon or dotprod. Chosen once, from the CPU and from
-// the environment variable TQ_SIMD; a TQ_SIMD that this CPU cannot run is reported on stderr and the best level is
+// The name of the kernels that run: scalar, avx2, avx512bw, avx512 (with VNNI), neon or dotprod. Chosen once, from the
+// CPU and the environment variable TQ_SIMD; a TQ_SIMD that cannot run here is reported on stderr and the best level is
 // used.
 TQ_API const char * tq_simd_level(void);
 
 // The i-th level that this CPU can run, best first; NULL past the last.
 TQ_API const char * tq_simd_available(int i);
 
-// Switches to a level by name ("avx512" also takes avx512bw). False, and no change, when it cannot run here.
-// Not to be called while another thread encodes or decodes.
+// Switches to a level by name; "avx512" stands for avx512bw on a CPU without VNNI. False, and no change, when it cannot
+// run here. Not to be called while another thread encodes or decodes.
 TQ_API bool tq_set_simd_level(const char * name);
 
 // Checked entry points. They return NULL on success, or what is wrong as a static sentence.
 TQ_API const char * tq_quantize(int type, const float * src, int64_t n, void * dst, size_t dst_bytes);
 TQ_API const char * tq_dequantize(int type, const void * src, size_t src_bytes, float * dst, int64_t n);
-TQ_API const char * tq_dot(int type, const void * x, size_t x_bytes, const float * query, int64_t n, float * result);
+TQ_API const char * tq_dot(int type, const void * rows, size_t rows_bytes, int64_t n_rows, const float * query,
+                           int64_t n, float * results);
 
 // Rows for ggml's tables. NaN is encoded as 0; what lies beyond +-65504, infinities included, as +-65504.
 TQ_API void tq3_quantize_row(const float * src, void * dst, int64_t n);

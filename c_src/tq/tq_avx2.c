@@ -213,8 +213,15 @@ INLINE codes_x32 tq4_unpack(const tq4_block * b) {
     return (codes_x32){ _mm256_and_si256(code, _mm256_set1_epi8(7)), _mm256_cmpeq_epi8(sign, _mm256_set1_epi8(8)) };
 }
 
+// _mm_loadu_si32 came late to gcc
+INLINE __m128i four_bytes(const void * p) {
+    int32_t x;
+    memcpy(&x, p, sizeof(x));
+    return _mm_cvtsi32_si128(x);
+}
+
 INLINE __m256i tq3_magnitudes(codes_x32 codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si32(TQ3_LEVELS)), codes.index_u8x32);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(four_bytes(TQ3_LEVELS)), codes.index_u8x32);
 }
 
 INLINE __m256i tq4_magnitudes(codes_x32 codes) {
@@ -226,7 +233,7 @@ INLINE __m256i negate_where(__m256i x_i8x32, __m256i negative_u8x32) {
     return _mm256_sub_epi8(_mm256_xor_si256(x_i8x32, negative_u8x32), negative_u8x32);
 }
 
-INLINE void store_unrotated(__m256i level_i8x32, uint16_t d, float * dst) {
+INLINE void store_values(__m256i level_i8x32, uint16_t d, bool unrotate, float * dst) {
     const __m256  scale = _mm256_set1_ps(tq_fp16_to_float(d) * TQ_LEVEL_STEP);
     const __m128i lo = _mm256_castsi256_si128(level_i8x32), hi = _mm256_extracti128_si256(level_i8x32, 1);
     const __m128i part[4] = { lo, _mm_srli_si128(lo, 8), hi, _mm_srli_si128(hi, 8) };
@@ -234,7 +241,9 @@ INLINE void store_unrotated(__m256i level_i8x32, uint16_t d, float * dst) {
     for (int i = 0; i < 4; i++) {
         y.v[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part[i])), scale);
     }
-    y = flip_signs(walsh_hadamard(y));
+    if (unrotate) {
+        y = flip_signs(walsh_hadamard(y));
+    }
     for (int i = 0; i < 4; i++) {
         _mm256_storeu_ps(dst + 8 * i, y.v[i]);
     }
@@ -259,13 +268,19 @@ INLINE __m256 add_block_dot(__m256 sum, __m256i magnitude, __m256i negative, uin
             tq##_pack(&blocks[ib], d != 0 ? codes : zeros);                                                       \
         }                                                                                                         \
     }                                                                                                             \
-    void tq##_dequantize_row_avx2(const void * src, float * dst, int64_t n) {                                     \
+    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                            \
         const tq##_block * blocks = src;                                                                          \
         for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                           \
             const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
-            store_unrotated(negate_where(tq##_magnitudes(codes), codes.negative_u8x32), blocks[ib].d,             \
-                            dst + ib * TQ_BLOCK);                                                                 \
+            store_values(negate_where(tq##_magnitudes(codes), codes.negative_u8x32), blocks[ib].d, unrotate,      \
+                         dst + ib * TQ_BLOCK);                                                                    \
         }                                                                                                         \
+    }                                                                                                             \
+    void tq##_dequantize_row_avx2(const void * src, float * dst, int64_t n) {                                     \
+        tq##_decode(src, dst, n, true);                                                                           \
+    }                                                                                                             \
+    void tq##_decode_rotated_row_avx2(const void * src, float * dst, int64_t n) {                                 \
+        tq##_decode(src, dst, n, false);                                                                          \
     }                                                                                                             \
     void tq##_vec_dot_avx2(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
                            int nrc) {                                                                             \

@@ -177,8 +177,15 @@ INLINE codes_x32 tq4_unpack(const tq4_block * b) {
     return (codes_x32){ _mm256_and_si256(code, _mm256_set1_epi8(7)), _mm256_movepi8_mask(_mm256_slli_epi16(code, 4)) };
 }
 
+// _mm_loadu_si32 came late to gcc
+INLINE __m128i four_bytes(const void * p) {
+    int32_t x;
+    memcpy(&x, p, sizeof(x));
+    return _mm_cvtsi32_si128(x);
+}
+
 INLINE __m256i tq3_magnitudes(codes_x32 codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si32(TQ3_LEVELS)), codes.index_u8x32);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(four_bytes(TQ3_LEVELS)), codes.index_u8x32);
 }
 
 INLINE __m256i tq4_magnitudes(codes_x32 codes) {
@@ -190,12 +197,14 @@ INLINE __m256i negate_where(__m256i x_i8x32, __mmask32 negative) {
     return _mm256_mask_sub_epi8(x_i8x32, negative, _mm256_setzero_si256(), x_i8x32);
 }
 
-INLINE void store_unrotated(__m256i level_i8x32, uint16_t d, float * dst) {
+INLINE void store_values(__m256i level_i8x32, uint16_t d, bool unrotate, float * dst) {
     const __m512 scale = _mm512_set1_ps(tq_fp16_to_float(d) * TQ_LEVEL_STEP);
     const __m512 lo    = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(level_i8x32)));
     const __m512 hi    = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(level_i8x32, 1)));
     f32x32       y     = { _mm512_mul_ps(lo, scale), _mm512_mul_ps(hi, scale) };
-    y                  = flip_signs(walsh_hadamard(y));
+    if (unrotate) {
+        y = flip_signs(walsh_hadamard(y));
+    }
     _mm512_storeu_ps(dst, y.lo);
     _mm512_storeu_ps(dst + 16, y.hi);
 }
@@ -232,12 +241,19 @@ INLINE float sum_f32x8(__m256 v) {
             tq##_pack(&blocks[ib], d != 0 ? codes : (codes_x32){ _mm256_setzero_si256(), 0 });                        \
         }                                                                                                             \
     }                                                                                                                 \
-    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                          \
+    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                                \
         const tq##_block * blocks = src;                                                                              \
         for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
             const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                         \
-            store_unrotated(negate_where(tq##_magnitudes(codes), codes.negative), blocks[ib].d, dst + ib * TQ_BLOCK); \
+            store_values(negate_where(tq##_magnitudes(codes), codes.negative), blocks[ib].d, unrotate,                \
+                         dst + ib * TQ_BLOCK);                                                                        \
         }                                                                                                             \
+    }                                                                                                                 \
+    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                          \
+        tq##_decode(src, dst, n, true);                                                                               \
+    }                                                                                                                 \
+    void FN(tq##_decode_rotated_row)(const void * src, float * dst, int64_t n) {                                      \
+        tq##_decode(src, dst, n, false);                                                                              \
     }                                                                                                                 \
     void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,      \
                           int nrc) {                                                                                  \
@@ -254,6 +270,24 @@ INLINE float sum_f32x8(__m256 v) {
 
 DEFINE_TYPE(tq3, TQ3, 4)
 DEFINE_TYPE(tq4, TQ4, 8)
+
+#ifdef __AVX512VNNI__
+// Levels as unsigned bytes (level + 128) and a scale for each block, for the attention's int8 logits.
+#    define DEFINE_LEVELS(tq)                                                                                         \
+        void tq##_decode_levels_avx512(const void * src, uint8_t * levels, float * scales, int scale_stride, int n) { \
+            const tq##_block * blocks = src;                                                                          \
+            for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
+                const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
+                const __m256i   level = negate_where(tq##_magnitudes(codes), codes.negative);                         \
+                _mm256_storeu_si256((__m256i *) (levels + ib * TQ_BLOCK),                                             \
+                                    _mm256_xor_si256(level, _mm256_set1_epi8(-128)));                                 \
+                scales[ib * scale_stride] = tq_fp16_to_float(blocks[ib].d) * TQ_LEVEL_STEP;                           \
+            }                                                                                                         \
+        }
+
+DEFINE_LEVELS(tq3)
+DEFINE_LEVELS(tq4)
+#endif
 
 void FN(tq_query_row)(const float * src, void * dst, int64_t n) {
     tq_query_block * blocks = dst;

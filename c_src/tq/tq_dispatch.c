@@ -74,12 +74,15 @@ static bool always(void) {
     return true;
 }
 
-#define TQ_KERNELS(level, suffix, runs_here)                                                \
-    { level,                                                                                \
-      runs_here,                                                                            \
-      { { tq3_quantize_row_##suffix, tq3_dequantize_row_##suffix, tq3_vec_dot_##suffix },   \
-        { tq4_quantize_row_##suffix, tq4_dequantize_row_##suffix, tq4_vec_dot_##suffix } }, \
-      tq_query_row_##suffix }
+#define TQ_TYPE_KERNELS(type, suffix)                                                                   \
+    { type##_quantize_row_##suffix, type##_dequantize_row_##suffix, type##_decode_rotated_row_##suffix, \
+      type##_vec_dot_##suffix }
+#define TQ_KERNELS(level, suffix, runs_here)                          \
+    { level,                                                          \
+      runs_here,                                                      \
+      { TQ_TYPE_KERNELS(tq3, suffix), TQ_TYPE_KERNELS(tq4, suffix) }, \
+      tq_query_row_##suffix,                                          \
+      tq_attn_tile_##suffix }
 
 static const tq_kernels LEVELS[] = {
 #ifdef TQ_X86
@@ -102,10 +105,19 @@ static const tq_type_info TYPES[TQ_TYPE_COUNT] = {
 // Set once before main (or the first dlopen) returns, so that no call pays for a check and no two threads race.
 static const tq_kernels * active = &LEVELS[N_LEVELS - 1];
 
-// By prefix, so that "avx512" means the best AVX-512 level this CPU has.
+static const tq_kernels * best_level(void) {
+    const tq_kernels * level = LEVELS;
+    while (!level->runs_here()) {
+        level++;
+    }
+    return level;
+}
+
+// NULL when there is none of that name, or when it cannot run here.
 static const tq_kernels * find_level(const char * name) {
     for (int i = 0; i < N_LEVELS; i++) {
-        if (strncmp(LEVELS[i].name, name, strlen(name)) == 0 && LEVELS[i].runs_here()) {
+        const bool stands_for = strcmp(name, "avx512") == 0 && strcmp(LEVELS[i].name, "avx512bw") == 0;
+        if ((stands_for || strcmp(LEVELS[i].name, name) == 0) && LEVELS[i].runs_here()) {
             return &LEVELS[i];
         }
     }
@@ -113,7 +125,7 @@ static const tq_kernels * find_level(const char * name) {
 }
 
 __attribute__((constructor)) static void choose_level(void) {
-    active              = find_level("");
+    active              = best_level();
     const char * forced = getenv("TQ_SIMD");
     if (forced == NULL || forced[0] == '\0') {
         return;
@@ -185,20 +197,29 @@ const char * tq_dequantize(int type, const void * src, size_t src_bytes, float *
     return error;
 }
 
-const char * tq_dot(int type, const void * x, size_t x_bytes, const float * query, int64_t n, float * result) {
-    const char * error = check_row(type, n, x_bytes);
-    if (error != NULL) {
-        return error;
+// In stretches, so that the rotated query needs no allocation and is made once for all rows.
+const char * tq_dot(int type, const void * rows, size_t rows_bytes, int64_t n_rows, const float * query, int64_t n,
+                    float * results) {
+    enum { STRETCH = 32 };
+    const char * error = check_row(type, n * n_rows, rows_bytes);
+    if (error != NULL || n % TQ_BLOCK != 0) {
+        return error != NULL ? error : "the number of values must be a multiple of 32";
     }
-    double sum = 0.0;
-    for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
-        tq_query_block q;
-        float          part;
-        active->query_row(query + ib * TQ_BLOCK, &q, TQ_BLOCK);
-        active->type[type].vec_dot(TQ_BLOCK, &part, 0, (const char *) x + ib * TYPES[type].block_bytes, 0, &q, 0, 1);
-        sum += part;
+    const size_t block_bytes = TYPES[type].block_bytes;
+    const size_t stride      = (size_t) (n / TQ_BLOCK) * block_bytes;
+    memset(results, 0, (size_t) n_rows * sizeof(float));
+    for (int64_t ib = 0; ib < n / TQ_BLOCK; ib += STRETCH) {
+        const int64_t  left   = n - ib * TQ_BLOCK;
+        const int      length = (int) (left < STRETCH * TQ_BLOCK ? left : STRETCH * TQ_BLOCK);
+        tq_query_block q[STRETCH];
+        active->query_row(query + ib * TQ_BLOCK, q, length);
+        for (int64_t row = 0; row < n_rows; row++) {
+            float part;
+            active->type[type].vec_dot(length, &part, 0, (const char *) rows + row * stride + ib * block_bytes, 0, q, 0,
+                                       1);
+            results[row] += part;
+        }
     }
-    *result = (float) sum;
     return NULL;
 }
 
@@ -228,4 +249,35 @@ void tq4_vec_dot(int n, float * s, size_t bs, const void * x, size_t bx, const v
 
 void tq_query_row(const float * src, void * dst, int64_t n) {
     active->query_row(src, dst, n);
+}
+
+void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query) {
+    const int        n_blocks = a->head_k / TQ_BLOCK;
+    const int        row      = rows->n++;
+    tq_query_block * q        = rows->query_i8 + row * n_blocks;
+    active->query_row(query, q, a->head_k);
+    for (int ib = 0; ib < n_blocks; ib++) {
+        int32_t sum = 0;
+        for (int i = 0; i < TQ_BLOCK; i++) {
+            sum += q[ib].qs[i];
+            rows->query[row * a->head_k + ib * TQ_BLOCK + i] = q[ib].d * (float) q[ib].qs[i];
+        }
+        rows->query_sum[row * n_blocks + ib] = sum;
+    }
+    rows->max[row]  = -INFINITY;
+    rows->sum[row]  = 0.0f;
+    rows->mask[row] = NULL;
+    memset(rows->acc + row * a->head_v, 0, (size_t) a->head_v * sizeof(float));
+}
+
+void tq_attn_tile(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys) {
+    active->attn_tile(a, rows, keys, values, n_keys);
+}
+
+void tq_attn_finish(const tq_attn * a, float sum, const float * acc, float * dst) {
+    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int i = 0; i < a->head_v; i++) {
+        dst[i] = acc[i] * factor;
+    }
+    tq_unrotate_row_ref(dst, a->head_v);
 }

@@ -3,6 +3,7 @@
 #define TQ_IMPL_H
 
 #include "tq.h"
+#include "tq_attn.h"
 #include "tq_codebook.h"
 
 #include <assert.h>
@@ -25,6 +26,7 @@ static_assert(sizeof(tq_query_block) == 36, "a query block is a float and 32 int
 typedef struct {
     void (*quantize_row)(const float * src, void * dst, int64_t n);
     void (*dequantize_row)(const void * src, float * dst, int64_t n);
+    void (*decode_rotated_row)(const void * src, float * dst, int64_t n);  // dequantize_row without rotating back
     void (*vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, int nrc);
 } tq_type_kernels;
 
@@ -33,6 +35,7 @@ typedef struct {
     bool (*runs_here)(void);
     tq_type_kernels type[TQ_TYPE_COUNT];
     void (*query_row)(const float * src, void * dst, int64_t n);
+    void (*attn_tile)(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys);
 } tq_kernels;
 
 #define TQ_DECLARE_KERNELS(suffix)                                                                               \
@@ -40,11 +43,15 @@ typedef struct {
     void tq4_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                    \
     void tq3_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                  \
     void tq4_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                  \
+    void tq3_decode_rotated_row_##suffix(const void * src, float * dst, int64_t n);                              \
+    void tq4_decode_rotated_row_##suffix(const void * src, float * dst, int64_t n);                              \
     void tq3_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
                               int nrc);                                                                          \
     void tq4_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
                               int nrc);                                                                          \
-    void tq_query_row_##suffix(const float * src, void * dst, int64_t n)
+    void tq_query_row_##suffix(const float * src, void * dst, int64_t n);                                        \
+    void tq_attn_tile_##suffix(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values,   \
+                               int n_keys)
 
 TQ_DECLARE_KERNELS(ref);
 TQ_DECLARE_KERNELS(avx2);
@@ -52,6 +59,10 @@ TQ_DECLARE_KERNELS(avx512bw);
 TQ_DECLARE_KERNELS(avx512);
 TQ_DECLARE_KERNELS(neon);
 TQ_DECLARE_KERNELS(dotprod);
+
+void tq3_decode_levels_avx512(const void * src, uint8_t * levels, float * scales, int scale_stride, int n);
+void tq4_decode_levels_avx512(const void * src, uint8_t * levels, float * scales, int scale_stride, int n);
+void tq_unrotate_row_ref(float * y, int64_t n);
 
 static inline uint32_t tq_float_bits(float x) {
     uint32_t bits;

@@ -280,7 +280,7 @@ INLINE i8x32 signed_levels(codes_x32 codes, const int8_t * levels, int n) {
     return (i8x32){ vqtbl1q_s8(table_i8x16, codes.lo), vqtbl1q_s8(table_i8x16, codes.hi) };
 }
 
-INLINE void store_unrotated(i8x32 level, uint16_t d, float * dst) {
+INLINE void store_values(i8x32 level, uint16_t d, bool unrotate, float * dst) {
     const float     scale   = tq_fp16_to_float(d) * TQ_LEVEL_STEP;
     const int16x8_t part[4] = { vmovl_s8(vget_low_s8(level.lo)), vmovl_high_s8(level.lo),
                                 vmovl_s8(vget_low_s8(level.hi)), vmovl_high_s8(level.hi) };
@@ -289,7 +289,9 @@ INLINE void store_unrotated(i8x32 level, uint16_t d, float * dst) {
         y.v[2 * i]     = vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(part[i]))), scale);
         y.v[2 * i + 1] = vmulq_n_f32(vcvtq_f32_s32(vmovl_high_s16(part[i])), scale);
     }
-    y = flip_signs(walsh_hadamard(y));
+    if (unrotate) {
+        y = flip_signs(walsh_hadamard(y));
+    }
     for (int i = 0; i < 8; i++) {
         vst1q_f32(dst + 4 * i, y.v[i]);
     }
@@ -324,12 +326,18 @@ INLINE float32x4_t add_block_dot(float32x4_t sum, i8x32 level, uint16_t d, const
             tq##_pack(&blocks[ib], d != 0 ? codes : zero_codes());                                               \
         }                                                                                                        \
     }                                                                                                            \
-    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                     \
+    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                           \
         const tq##_block * blocks = src;                                                                         \
         for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
             const i8x32 level = signed_levels(tq##_unpack(&blocks[ib]), TQ##_LEVELS, n_levels);                  \
-            store_unrotated(level, blocks[ib].d, dst + ib * TQ_BLOCK);                                           \
+            store_values(level, blocks[ib].d, unrotate, dst + ib * TQ_BLOCK);                                    \
         }                                                                                                        \
+    }                                                                                                            \
+    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                     \
+        tq##_decode(src, dst, n, true);                                                                          \
+    }                                                                                                            \
+    void FN(tq##_decode_rotated_row)(const void * src, float * dst, int64_t n) {                                 \
+        tq##_decode(src, dst, n, false);                                                                         \
     }                                                                                                            \
     void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
                           int nrc) {                                                                             \

@@ -204,7 +204,7 @@ static int tq4_level(const tq4_block * b, int i) {
     return code & 8 ? -level : level;
 }
 
-void tq3_dequantize_row_ref(const void * src, float * dst, int64_t n) {
+void tq3_decode_rotated_row_ref(const void * src, float * dst, int64_t n) {
     const tq3_block * blocks = src;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
         float *     y = dst + ib * TQ_BLOCK;
@@ -212,11 +212,10 @@ void tq3_dequantize_row_ref(const void * src, float * dst, int64_t n) {
         for (int i = 0; i < TQ_BLOCK; i++) {
             y[i] = (float) tq3_level(&blocks[ib], i) * d;
         }
-        unrotate(y);
     }
 }
 
-void tq4_dequantize_row_ref(const void * src, float * dst, int64_t n) {
+void tq4_decode_rotated_row_ref(const void * src, float * dst, int64_t n) {
     const tq4_block * blocks = src;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
         float *     y = dst + ib * TQ_BLOCK;
@@ -224,8 +223,23 @@ void tq4_dequantize_row_ref(const void * src, float * dst, int64_t n) {
         for (int i = 0; i < TQ_BLOCK; i++) {
             y[i] = (float) tq4_level(&blocks[ib], i) * d;
         }
-        unrotate(y);
     }
+}
+
+void tq_unrotate_row_ref(float * y, int64_t n) {
+    for (int64_t i = 0; i < n; i += TQ_BLOCK) {
+        unrotate(y + i);
+    }
+}
+
+void tq3_dequantize_row_ref(const void * src, float * dst, int64_t n) {
+    tq3_decode_rotated_row_ref(src, dst, n);
+    tq_unrotate_row_ref(dst, n);
+}
+
+void tq4_dequantize_row_ref(const void * src, float * dst, int64_t n) {
+    tq4_decode_rotated_row_ref(src, dst, n);
+    tq_unrotate_row_ref(dst, n);
 }
 
 // A query is rotated once per head and then dotted with every key in the rotated domain; int8 costs 3e-5 of its energy.
