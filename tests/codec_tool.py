@@ -1,4 +1,5 @@
-"""Builds tests/tq_codec_tool.c with libtq's own sources and flags, runs it, and says what must come out.
+"""Builds tests/tq_codec_tool.c and tq_attn_tool.c with libtq's own sources and flags, runs the first, and says what
+must come out.
 
 The oracle is `tq_ggml.reference`, not the installed kernels: it shares no line of C with what is tested here. Where
 bytes and floats must be equal, they must be equal bit by bit; only NaN has no defined bits.
@@ -20,17 +21,21 @@ from tq_ggml import reference as ref
 
 C_SRC = Path(__file__).parents[1] / "c_src"
 QUERY_BLOCK = np.dtype([("d", "<f4"), ("qs", "i1", ref.BLOCK)])
+NATIVE_COMPILER = shutil.which("gcc") or "cc"
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+ARM_COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+ARM_INSTALL = "apt-get install -y gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
 EACH_TYPE = pytest.mark.parametrize("name", BLOCK_BYTES)
 EACH_KIND = pytest.mark.parametrize("kind", [*VALUES, "blocks"])
 
 
 def build(folder: Path, compiler: str, *flags: str, processor: str | None = None, link: tuple[str, ...] = ()) -> Path:
-    """The tool, made of the object files that the package's own CMake build makes of libtq.
+    """A folder with both tools, made of the object files that the package's own CMake build makes of libtq.
 
     Args:
-        compiler, flags: the C compiler, and more options for every file and for the tool's link.
+        compiler, flags: the C compiler, and more options for every file and for the tools' link.
         processor: CMake's name of the processor to cross-compile for.
-        link: options of the tool's link alone.
+        link: options of the tools' link alone.
     """
     options = {"TQ_LLAMA": "OFF", "TQ_PYTHON": "OFF", "Python_EXECUTABLE": sys.executable}
     options |= {"CMAKE_C_COMPILER": compiler, "CMAKE_C_FLAGS": " ".join(flags), "CMAKE_MAKE_PROGRAM": program("ninja")}
@@ -40,10 +45,16 @@ def build(folder: Path, compiler: str, *flags: str, processor: str | None = None
     call([cmake, "-S", C_SRC, "-B", folder, "-G", "Ninja", *(f"-D{key}={value}" for key, value in options.items())])
     call([cmake, "--build", folder, "--target", "tq"])
     objects = sorted(folder.glob("CMakeFiles/tq*.dir/**/*.o"))
-    tool = folder / "tq_codec_tool"
-    source = Path(__file__).with_name("tq_codec_tool.c")
-    call([compiler, "-std=gnu11", "-O2", f"-I{C_SRC / 'tq'}", *flags, *link, source, *objects, "-lm", "-o", tool])
-    return tool
+    for tool in ("tq_codec_tool", "tq_attn_tool"):
+        source = Path(__file__).with_name(f"{tool}.c")
+        include = f"-I{C_SRC / 'tq'}"
+        call([compiler, "-std=gnu11", "-O2", include, *flags, *link, source, *objects, "-lm", "-o", folder / tool])
+    return folder
+
+
+def missing_arm_tools() -> str | None:
+    missing = [tool for tool in (ARM_COMPILER, QEMU) if shutil.which(tool) is None]
+    return f"the Arm kernels are NOT tested: no {' and no '.join(missing)}; {ARM_INSTALL}" if missing else None
 
 
 def program(name: str) -> str:

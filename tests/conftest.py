@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import codec_tool
 import gguf
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture
 def tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """A maker of llama-shaped GGUF files without tokenizer, a few hundred kilobytes each."""
+    """A maker of llama-shaped GGUF files, without a vocabulary unless told, a few hundred kilobytes each."""
 
     def make(
         head_size: int = 64,
@@ -49,18 +50,25 @@ def tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
         n_head_kv: int | list[int] = 1,
         n_layer: int = 2,
         arch: str | None = None,
+        tokens: list[str] | None = None,
     ) -> Path:
         path = tmp_path / f"tiny-{head_size}-{n_head}-{n_layer}.gguf"
         # llama.cpp's llama takes one number of KV heads for all layers; deci is the same with one per layer.
         arch = arch or ("llama" if isinstance(n_head_kv, int) else "deci")
-        write_tiny_gguf(path, arch, head_size, n_head, n_head_kv, n_layer)
+        write_tiny_gguf(path, arch, head_size, n_head, n_head_kv, n_layer, tokens)
         return path
 
     return make
 
 
 def write_tiny_gguf(
-    path: Path, arch: str, head_size: int, n_head: int, n_head_kv: int | list[int], n_layer: int
+    path: Path,
+    arch: str,
+    head_size: int,
+    n_head: int,
+    n_head_kv: int | list[int],
+    n_layer: int,
+    tokens: list[str] | None,
 ) -> None:
     n_embd, n_ff, n_vocab = head_size * n_head, 64, 32
     writer = gguf.GGUFWriter(path, arch)
@@ -73,13 +81,32 @@ def write_tiny_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(head_size)
     writer.add_vocab_size(n_vocab)
-    writer.add_tokenizer_model("none")
+    add_tokenizer(writer, tokens, n_vocab)
     for name, shape in _tensors(n_embd, n_ff, n_vocab, head_size, n_head, n_head_kv, n_layer):
         writer.add_tensor(name, _weights(name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str] | None, n_vocab: int) -> None:
+    """None, or a SentencePiece vocabulary that puts BOS, a space and EOS around a text."""
+    writer.add_tokenizer_model("llama" if tokens else "none")
+    if not tokens:
+        return
+    tokens = ["<unk>", "<s>", "</s>", *tokens]
+    tokens += [f"filler {i}" for i in range(len(tokens), n_vocab)]
+    kinds = {"<unk>": gguf.TokenType.UNKNOWN, "<s>": gguf.TokenType.CONTROL, "</s>": gguf.TokenType.CONTROL}
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * n_vocab)
+    writer.add_token_types(
+        [kinds.get(t, gguf.TokenType.BYTE if t.startswith("<0x") else gguf.TokenType.NORMAL) for t in tokens]
+    )
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
 
 
 def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -104,3 +131,27 @@ def _tensors(n_embd, n_ff, n_vocab, head_size, n_head, n_head_kv, n_layer):
         yield f"blk.{i}.ffn_gate.weight", (n_ff, n_embd)
         yield f"blk.{i}.ffn_up.weight", (n_ff, n_embd)
         yield f"blk.{i}.ffn_down.weight", (n_embd, n_ff)
+
+
+# libtq and its two test programs, once for all test files that run them.
+
+
+@pytest.fixture(scope="session")
+def native_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return codec_tool.build(tmp_path_factory.mktemp("native"), codec_tool.NATIVE_COMPILER)
+
+
+@pytest.fixture(scope="session")
+def sanitized_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sanitized")
+    return codec_tool.build(folder, codec_tool.NATIVE_COMPILER, *codec_tool.SANITIZERS)
+
+
+@pytest.fixture(scope="session")
+def arm_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if reason := codec_tool.missing_arm_tools():
+        must_run = os.environ.get("CI") or os.environ.get("TQ_REQUIRE_ARM")
+        (pytest.fail if must_run else pytest.skip)(reason)
+    # Static: qemu then needs no Arm libraries, and knows the names of the functions it runs.
+    folder = tmp_path_factory.mktemp("arm")
+    return codec_tool.build(folder, codec_tool.ARM_COMPILER, processor="aarch64", link=("-static",))

@@ -54,7 +54,6 @@ def f16(model):
 @pytest.mark.parametrize(("cache_type", "limit"), [("q8_0", 0.02), ("tq4", 0.2), ("tq3", 0.6), ("q8_0/tq4", 0.1)])
 def test_a_shifted_cache_is_close_to_a_shifted_f16_cache(model, f16, cache_type, limit):
     divergence = np.exp(f16) @ (f16 - next_token(model, cache_type))
-    print(cache_type, divergence)
     assert 0 < divergence < limit
 
 

@@ -36,6 +36,13 @@ def test_tokens_and_back(model):
     assert model.detokenize(tokens[:1].repeat(1000)).count(model.detokenize(tokens[:1])) == 1000
 
 
+def test_more_tokens_than_bytes(tiny_gguf):
+    """BOS, the space that SentencePiece puts first, three bytes, EOS."""
+    path = tiny_gguf(tokens=["\u2581", "<0xE6>", "<0xBC>", "<0xA2>"])
+    with Model(path) as model:
+        assert model.tokenize("漢", add_bos=True).tolist() == [1, 3, 4, 5, 6, 2]
+
+
 @pytest.mark.parametrize("cache_type", CACHE_TYPES, ids=str)
 def test_every_type_allocates_exactly_its_bits(model, cache_type):
     with model.context(cache_type, n_ctx=1024) as context:
@@ -140,9 +147,9 @@ def test_unknown_type_lists_the_known(model):
 
 def test_a_model_without_a_cache(tiny_gguf):
     """A diffusion model attends to all tokens at once."""
-    with Model(tiny_gguf(arch="llada")) as model:
-        with pytest.raises(EngineError, match=r"\.gguf \(llada\) keeps no KV cache that tq-ggml can measure"):
-            model.context(n_ctx=256)
+    said = r"\.gguf \(llada\) keeps no KV cache that tq-ggml can measure"
+    with Model(tiny_gguf(arch="llada")) as model, pytest.raises(EngineError, match=said):
+        model.context(n_ctx=256)
 
 
 def test_a_model_without_a_vocabulary(tiny_gguf):

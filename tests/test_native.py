@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import platform
-import shutil
 
 import pytest
 from codec_rows import gaussian
-from codec_tool import EACH_KIND, EACH_TYPE, build, check, run
+from codec_tool import EACH_KIND, EACH_TYPE, check, run
 
 LEVELS = {"x86_64": ("avx2", "avx512bw", "avx512"), "aarch64": ("neon", "dotprod"), "arm64": ("neon", "dotprod")}
 EACH_LEVEL = pytest.mark.parametrize("level", ("scalar", *LEVELS.get(platform.machine(), ())))
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
-
-
-def compiler() -> str:
-    found = shutil.which("gcc") or shutil.which("cc")
-    assert found, "no C compiler, which the package was built with"
-    return found
 
 
 @pytest.fixture(scope="module")
-def tool(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("native"), compiler())
+def tool(native_tools):
+    return native_tools / "tq_codec_tool"
 
 
 @pytest.fixture(scope="module")
-def sanitized_tool(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("sanitized"), compiler(), *SANITIZERS)
+def sanitized_tool(sanitized_tools):
+    return sanitized_tools / "tq_codec_tool"
 
 
 def need(tool, level: str) -> None:

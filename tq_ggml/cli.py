@@ -17,6 +17,7 @@ from tq_ggml.report import FORMATS
 
 DEFAULT_TYPES = "f16,q8_0,q4_0,tq4,tq3"
 DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_CHAT_CTX = 2048, 4096, 4096
+DEFAULT_WINDOWS, DEFAULT_GEN, DEFAULT_ROUNDS = 4, 32, 3
 MAX_TOKENS = 1 << 24  # no context is longer; catches slips before they become an out-of-memory
 
 
@@ -134,8 +135,8 @@ def _shared() -> argparse.ArgumentParser:
     return parser
 
 
-def _measuring(*, quality: bool, speed: bool) -> argparse.ArgumentParser:
-    """Options of compare, which measures both, of perplexity and of bench."""
+def _measuring() -> argparse.ArgumentParser:
+    """Options that compare, perplexity and bench share."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--types",
@@ -144,10 +145,8 @@ def _measuring(*, quality: bool, speed: bool) -> argparse.ArgumentParser:
         help=f"cache types to compare, KEYS/VALUES for a mixed pair (default: {DEFAULT_TYPES}; "
         "f16 and the one type when --cache-type is given)",
     )
-    if quality:
-        _add_quality(parser.add_argument_group("quality"))
-    if speed:
-        _add_speed(parser.add_argument_group("speed"))
+    _add_quality(parser.add_argument_group("quality (bench ignores them)"))
+    _add_speed(parser.add_argument_group("speed (perplexity ignores them)"))
     output = parser.add_argument_group("output")
     _add_output(output, FORMATS)
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw the result as png, svg or pdf")
@@ -164,7 +163,11 @@ def _add_quality(quality: Any) -> None:
         help=f"tokens per window (default: {DEFAULT_CTX}, or the model's limit)",
     )
     quality.add_argument(
-        "--windows", type=_whole(1), default=4, metavar="N", help="windows to score (default: %(default)s)"
+        "--windows",
+        type=_whole(1),
+        default=DEFAULT_WINDOWS,
+        metavar="N",
+        help="windows to score (default: %(default)s)",
     )
 
 
@@ -184,8 +187,17 @@ def _add_speed(speed: Any) -> None:
         metavar="N",
         help="tokens whose prefill is timed after the depth, 0 for none (default: the depth's own prefill is timed)",
     )
-    speed.add_argument("-n", "--n-gen", type=_whole(0), default=32, metavar="N", help="tokens to decode (default: 32)")
-    speed.add_argument("-r", "--repetitions", type=_whole(1), default=3, metavar="N", help="rounds (default: 3)")
+    speed.add_argument(
+        "-n",
+        "--n-gen",
+        type=_whole(0),
+        default=DEFAULT_GEN,
+        metavar="N",
+        help="tokens to decode (default: %(default)s)",
+    )
+    speed.add_argument(
+        "-r", "--repetitions", type=_whole(1), default=DEFAULT_ROUNDS, metavar="N", help="rounds (default: %(default)s)"
+    )
 
 
 def _add_output(parser: Any, formats: Sequence[str]) -> None:
@@ -202,11 +214,10 @@ def build_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=name)
         return command
 
-    shared = _shared()
-    both, quality, speed = (_measuring(quality=q, speed=s) for q, s in ((True, True), (True, False), (False, True)))
-    add("compare", "Memory, quality and speed of cache types side by side.", shared, both)
-    add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, quality)
-    add("bench", "Prefill and decode tokens per second at depths.", shared, speed)
+    shared, measuring = _shared(), _measuring()
+    add("compare", "Memory, quality and speed of cache types side by side.", shared, measuring)
+    add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, measuring)
+    add("bench", "Prefill and decode tokens per second at depths.", shared, measuring)
     _add_chat(add("chat", "Talk to a model in the terminal, or line by line over a pipe.", shared))
     _add_output(add("doctor", "What is loaded, and does it work."), ("md", "json"))
     _add_models(add("models", "Models that Python packages carry."))

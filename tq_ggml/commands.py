@@ -17,7 +17,15 @@ from tq_ggml.benchmark import Test
 from tq_ggml.cache_types import Pair, parse_pair
 from tq_ggml.chat import Chat
 from tq_ggml.chat import run as run_chat
-from tq_ggml.cli import DEFAULT_CHAT_CTX, DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_TYPES
+from tq_ggml.cli import (
+    DEFAULT_CHAT_CTX,
+    DEFAULT_CTX,
+    DEFAULT_DEPTH,
+    DEFAULT_GEN,
+    DEFAULT_ROUNDS,
+    DEFAULT_TYPES,
+    DEFAULT_WINDOWS,
+)
 from tq_ggml.doctor import as_rows, examine
 from tq_ggml.errors import TqError
 from tq_ggml.evaluation import F16, cut_windows, evaluate
@@ -40,6 +48,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def perplexity(args: argparse.Namespace) -> None:
     """``tq-ggml perplexity``: quality only."""
+    _note_ignored(args, {"depth": None, "n_prompt": None, "n_gen": DEFAULT_GEN, "repetitions": DEFAULT_ROUNDS})
     with _opened(args) as model:
         rows = _quality_rows(args, model, _windows(args, model))
         _print(args, model, rows, rows, report.PERPLEXITY)
@@ -47,9 +56,17 @@ def perplexity(args: argparse.Namespace) -> None:
 
 def bench(args: argparse.Namespace) -> None:
     """``tq-ggml bench``: speed only, for each depth."""
+    _note_ignored(args, {"text": None, "ctx": None, "windows": DEFAULT_WINDOWS})
     with _opened(args) as model:
         rows = _speed_rows(args, model, _tests(args, model))
         _print(args, model, rows, report.bench_tests(rows), report.BENCH)
+
+
+def _note_ignored(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    """The three commands share their options, so that a line can be run with another; say which have no effect."""
+    given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(args, name) != default]
+    if given:
+        _note(f"note: {args.command} makes no use of {', '.join(given)}; compare does")
 
 
 def _opened(args: argparse.Namespace) -> engine.Model:

@@ -154,7 +154,7 @@ def dequantize(data: NDArray[np.uint8], cache_type: str | int) -> NDArray[np.flo
 def dot(data: NDArray[np.uint8], query: NDArray[np.float32], cache_type: str | int) -> NDArray[np.float32]:
     """Dot products of encoded rows with one query, in the rotated domain (ggml: ``vec_dot`` of the type).
 
-    The query is rotated and rounded to int8 once per block, as attention does with it.
+    The query is rotated and rounded to int8 once for all rows, as attention does with it.
 
     Args:
         data: uint8, C-contiguous, shape (..., m): rows from `quantize`.
@@ -172,11 +172,10 @@ def dot(data: NDArray[np.uint8], query: NDArray[np.float32], cache_type: str | i
     n = data.shape[-1] // info.block_bytes * BLOCK
     if query.shape != (n,):
         raise ValueError(f"query has shape {query.shape}; rows of {data.shape[-1]} {info.name} bytes need ({n},)")
-    rows = data.reshape(-1, data.shape[-1]) if data.size else np.empty((0, 0), np.uint8)
     out = np.zeros(data.shape[:-1], np.float32)
-    results = _floats(out) if out.size else ffi.NULL
-    for i, row in enumerate(rows):
-        _check(lib.tq_dot(_c_type(cache_type), ffi.from_buffer(row), row.nbytes, _floats(query), n, results + i))
+    _check(
+        lib.tq_dot(_c_type(cache_type), ffi.from_buffer(data), data.nbytes, out.size, _floats(query), n, _floats(out))
+    )
     return out
 
 

@@ -175,7 +175,7 @@ def _check_names(kwargs: dict[str, Any]) -> None:
         name
         for owner in (Llama, llama_cpp.Llama)
         for name, parameter in inspect.signature(owner.__init__).parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     ]
     for name in kwargs:
         if name not in known:
