@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     softcap: float = 0.0
 
     def data(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Queries, keys, values, and a mask that hides a third of the keys; all of them from the last of several rows."""
+        """Queries, keys, values, and a mask that hides a third of the keys, all of them in the last of several rows."""
         rng = np.random.default_rng(self.n_keys)
         shapes = ((self.n_rows, self.head_k), (self.n_keys, self.head_k), (self.n_keys, self.head_v))
         queries, keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
