@@ -6,16 +6,13 @@
 //   _mm512_madd_epi16          vpmaddwd     pairs of int16 products, into int32
 //   _mm256_dpbusd_epi32        vpdpbusd     quadruples of uint8 x int8 products, into int32 (VNNI)
 //   _mm256_maddubs_epi16       vpmaddubsw   pairs of uint8 x int8 products, into int16 (at most 2*127*127: no overflow)
-#include "tq_impl.h"
-
-#include <immintrin.h>
+#include "tq_x86.h"
 
 #ifdef __AVX512VNNI__
 #    define FN(name) name##_avx512
 #else
 #    define FN(name) name##_avx512bw
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     __m512 lo, hi;  // elements 0-15 and 16-31
@@ -90,13 +87,6 @@ INLINE __m256i sum_each_of_8(const __m512i * v_i32x16) {
     return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-INLINE int first_of_largest(__m256 score) {
-    __m256 m = _mm256_max_ps(score, _mm256_permute2f128_ps(score, score, 1));
-    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0x4e));
-    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0xb1));
-    return __builtin_ctz(_mm256_cmp_ps_mask(score, m, _CMP_EQ_OQ));
-}
-
 INLINE uint16_t search_scale(__m512i magnitude, float rms, const int8_t * levels, const int16_t * thresholds, int n) {
     __m512i dot_i32x16[TQ_N_CANDIDATES], norm_i32x16[TQ_N_CANDIDATES];
     for (int k = 0; k < TQ_N_CANDIDATES; k++) {
@@ -109,15 +99,7 @@ INLINE uint16_t search_scale(__m512i magnitude, float rms, const int8_t * levels
         dot_i32x16[k]  = _mm512_madd_epi16(magnitude, level);
         norm_i32x16[k] = _mm512_madd_epi16(level, level);
     }
-    int32_t       dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
-    const __m256i dot_i32x8  = sum_each_of_8(dot_i32x16);
-    const __m256i norm_i32x8 = sum_each_of_8(norm_i32x16);
-    _mm256_storeu_si256((__m256i *) dot, dot_i32x8);
-    _mm256_storeu_si256((__m256i *) norm, norm_i32x8);
-    const __m256 dot_f32x8 = _mm256_cvtepi32_ps(dot_i32x8);
-    const __m256 score     = _mm256_div_ps(_mm256_mul_ps(dot_f32x8, dot_f32x8), _mm256_cvtepi32_ps(norm_i32x8));
-    const int    best      = first_of_largest(score);
-    return tq_refit_scale(dot[best], norm[best], rms);
+    return best_scale(sum_each_of_8(dot_i32x16), sum_each_of_8(norm_i32x16), rms);
 }
 
 // The codes of a block and its scale; scale 0 means that all of the block's bytes are 0.
@@ -148,49 +130,24 @@ INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const int8_t * 
 }
 
 INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
-    const __m256i shifted = _mm256_sllv_epi64(codes.index_u8x32, _mm256_set_epi64x(6, 4, 2, 0));
-    const __m128i half    = _mm_or_si128(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
-    _mm_storel_epi64((__m128i *) b->qs, _mm_or_si128(half, _mm_unpackhi_epi64(half, half)));
+    tq3_pack_indices(b, codes.index_u8x32);
     memcpy(b->signs, &codes.negative, sizeof(b->signs));
 }
 
 INLINE codes_x32 tq3_unpack(const tq3_block * b) {
-    codes_x32 codes;
-    uint64_t  planes;
-    memcpy(&planes, b->qs, sizeof(planes));
+    codes_x32 codes = { tq3_unpack_indices(b), 0 };
     memcpy(&codes.negative, b->signs, sizeof(b->signs));
-    const __m256i shifted = _mm256_srlv_epi64(_mm256_set1_epi64x((int64_t) planes), _mm256_set_epi64x(6, 4, 2, 0));
-    codes.index_u8x32     = _mm256_and_si256(shifted, _mm256_set1_epi8(3));
     return codes;
 }
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {
-    const __m256i code =
-        _mm256_mask_add_epi8(codes.index_u8x32, codes.negative, codes.index_u8x32, _mm256_set1_epi8(8));
-    const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code, 1), 4);
-    _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code), high));
+    const __m256i index = codes.index_u8x32;
+    tq4_pack_codes(b, _mm256_mask_add_epi8(index, codes.negative, index, _mm256_set1_epi8(8)));
 }
 
 INLINE codes_x32 tq4_unpack(const tq4_block * b) {
-    const __m128i packed = _mm_loadu_si128((const __m128i *) b->qs);
-    const __m256i code   = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
+    const __m256i code = tq4_unpack_codes(b);
     return (codes_x32){ _mm256_and_si256(code, _mm256_set1_epi8(7)), _mm256_movepi8_mask(_mm256_slli_epi16(code, 4)) };
-}
-
-// _mm_loadu_si32 came late to gcc
-INLINE __m128i four_bytes(const void * p) {
-    int32_t x;
-    memcpy(&x, p, sizeof(x));
-    return _mm_cvtsi32_si128(x);
-}
-
-INLINE __m256i tq3_magnitudes(codes_x32 codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(four_bytes(TQ3_LEVELS)), codes.index_u8x32);
-}
-
-INLINE __m256i tq4_magnitudes(codes_x32 codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *) TQ4_LEVELS)),
-                               codes.index_u8x32);
 }
 
 INLINE __m256i negate_where(__m256i x_i8x32, __mmask32 negative) {
@@ -223,49 +180,43 @@ INLINE __m256 add_block_dot(__m256 sum, __m256i magnitude, __mmask32 negative, u
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot_i32x8(magnitude, query)), scale, sum);
 }
 
-INLINE float sum_f32x8(__m256 v) {
-    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
-}
-
 // The three rows of a type, from its pack, unpack, magnitudes and tables.
-#define DEFINE_TYPE(tq, TQ, n_levels)                                                                                 \
-    void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                            \
-        tq##_block * blocks = dst;                                                                                    \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
-            codes_x32      codes = { _mm256_setzero_si256(), 0 };                                                     \
-            const uint16_t d =                                                                                        \
-                encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS, TQ##_CANDIDATE_THRESHOLDS[0], n_levels);       \
-            blocks[ib].d = d;                                                                                         \
-            tq##_pack(&blocks[ib], d != 0 ? codes : (codes_x32){ _mm256_setzero_si256(), 0 });                        \
-        }                                                                                                             \
-    }                                                                                                                 \
-    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                                \
-        const tq##_block * blocks = src;                                                                              \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                         \
-            store_values(negate_where(tq##_magnitudes(codes), codes.negative), blocks[ib].d, unrotate,                \
-                         dst + ib * TQ_BLOCK);                                                                        \
-        }                                                                                                             \
-    }                                                                                                                 \
-    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                          \
-        tq##_decode(src, dst, n, true);                                                                               \
-    }                                                                                                                 \
-    void FN(tq##_decode_rotated_row)(const void * src, float * dst, int64_t n) {                                      \
-        tq##_decode(src, dst, n, false);                                                                              \
-    }                                                                                                                 \
-    void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,      \
-                          int nrc) {                                                                                  \
-        (void) bs, (void) bx, (void) by, (void) nrc;                                                                  \
-        const tq##_block *     blocks = x;                                                                            \
-        const tq_query_block * q      = query;                                                                        \
-        __m256                 sum    = _mm256_setzero_ps();                                                          \
-        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                                   \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                         \
-            sum                   = add_block_dot(sum, tq##_magnitudes(codes), codes.negative, blocks[ib].d, &q[ib]); \
-        }                                                                                                             \
-        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                          \
+#define DEFINE_TYPE(tq, TQ, n_levels)                                                                            \
+    void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                       \
+        tq##_block * blocks = dst;                                                                               \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
+            codes_x32      codes = { _mm256_setzero_si256(), 0 };                                                \
+            const uint16_t d =                                                                                   \
+                encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS, TQ##_CANDIDATE_THRESHOLDS[0], n_levels);  \
+            blocks[ib].d = d;                                                                                    \
+            tq##_pack(&blocks[ib], d != 0 ? codes : (codes_x32){ _mm256_setzero_si256(), 0 });                   \
+        }                                                                                                        \
+    }                                                                                                            \
+    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                           \
+        const tq##_block * blocks = src;                                                                         \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                    \
+            store_values(negate_where(tq##_lookup(codes.index_u8x32), codes.negative), blocks[ib].d, unrotate,   \
+                         dst + ib * TQ_BLOCK);                                                                   \
+        }                                                                                                        \
+    }                                                                                                            \
+    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                     \
+        tq##_decode(src, dst, n, true);                                                                          \
+    }                                                                                                            \
+    void FN(tq##_decode_rotated_row)(const void * src, float * dst, int64_t n) {                                 \
+        tq##_decode(src, dst, n, false);                                                                         \
+    }                                                                                                            \
+    void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
+                          int nrc) {                                                                             \
+        (void) bs, (void) bx, (void) by, (void) nrc;                                                             \
+        const tq##_block *     blocks = x;                                                                       \
+        const tq_query_block * q      = query;                                                                   \
+        __m256                 sum    = _mm256_setzero_ps();                                                     \
+        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                              \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                    \
+            sum = add_block_dot(sum, tq##_lookup(codes.index_u8x32), codes.negative, blocks[ib].d, &q[ib]);      \
+        }                                                                                                        \
+        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                     \
     }
 
 DEFINE_TYPE(tq3, TQ3, 4)
@@ -278,7 +229,7 @@ DEFINE_TYPE(tq4, TQ4, 8)
             const tq##_block * blocks = src;                                                                          \
             for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
                 const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
-                const __m256i   level = negate_where(tq##_magnitudes(codes), codes.negative);                         \
+                const __m256i   level = negate_where(tq##_lookup(codes.index_u8x32), codes.negative);                 \
                 _mm256_storeu_si256((__m256i *) (levels + ib * TQ_BLOCK),                                             \
                                     _mm256_xor_si256(level, _mm256_set1_epi8(-128)));                                 \
                 scales[ib * scale_stride] = tq_fp16_to_float(blocks[ib].d) * TQ_LEVEL_STEP;                           \

@@ -1,0 +1,75 @@
+// What the AVX2 and the AVX-512 kernels share: 256-bit helpers, compiled into each with its own flags.
+#ifndef TQ_X86_H
+#define TQ_X86_H
+
+#include "tq_impl.h"
+
+#include <immintrin.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float sum_f32x8(__m256 v) {
+    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
+}
+
+INLINE int first_of_largest(__m256 score) {
+    __m256 m = _mm256_max_ps(score, _mm256_permute2f128_ps(score, score, 1));
+    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0x4e));
+    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0xb1));
+    return __builtin_ctz((unsigned) _mm256_movemask_ps(_mm256_cmp_ps(score, m, _CMP_EQ_OQ)));
+}
+
+// The candidate scale that leaves the least error, refitted, from each candidate's x.L and L.L.
+INLINE uint16_t best_scale(__m256i dot_i32x8, __m256i norm_i32x8, float rms) {
+    int32_t dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
+    _mm256_storeu_si256((__m256i *) dot, dot_i32x8);
+    _mm256_storeu_si256((__m256i *) norm, norm_i32x8);
+    const __m256 dot_f32x8 = _mm256_cvtepi32_ps(dot_i32x8);
+    const __m256 score     = _mm256_div_ps(_mm256_mul_ps(dot_f32x8, dot_f32x8), _mm256_cvtepi32_ps(norm_i32x8));
+    const int    best      = first_of_largest(score);
+    return tq_refit_scale(dot[best], norm[best], rms);
+}
+
+// _mm_loadu_si32 came late to gcc
+INLINE __m128i four_bytes(const void * p) {
+    int32_t x;
+    memcpy(&x, p, sizeof(x));
+    return _mm_cvtsi32_si128(x);
+}
+
+// Magnitudes of 32 codes by their index.
+INLINE __m256i tq3_lookup(__m256i index_u8x32) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(four_bytes(TQ3_LEVELS)), index_u8x32);
+}
+
+INLINE __m256i tq4_lookup(__m256i index_u8x32) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *) TQ4_LEVELS)), index_u8x32);
+}
+
+INLINE void tq3_pack_indices(tq3_block * b, __m256i index_u8x32) {
+    const __m256i shifted = _mm256_sllv_epi64(index_u8x32, _mm256_set_epi64x(6, 4, 2, 0));
+    const __m128i half    = _mm_or_si128(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
+    _mm_storel_epi64((__m128i *) b->qs, _mm_or_si128(half, _mm_unpackhi_epi64(half, half)));
+}
+
+INLINE __m256i tq3_unpack_indices(const tq3_block * b) {
+    int64_t planes;
+    memcpy(&planes, b->qs, sizeof(planes));
+    const __m256i shifted = _mm256_srlv_epi64(_mm256_set1_epi64x(planes), _mm256_set_epi64x(6, 4, 2, 0));
+    return _mm256_and_si256(shifted, _mm256_set1_epi8(3));
+}
+
+INLINE void tq4_pack_codes(tq4_block * b, __m256i code_u8x32) {
+    const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code_u8x32, 1), 4);
+    _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code_u8x32), high));
+}
+
+// A code in the low nibble of each byte; the high nibbles hold what was beside it.
+INLINE __m256i tq4_unpack_codes(const tq4_block * b) {
+    const __m128i packed = _mm_loadu_si128((const __m128i *) b->qs);
+    return _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
+}
+
+#endif  // TQ_X86_H
