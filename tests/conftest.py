@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from tq_ggml.errors import TqError
 # Only what the machine, a licence or an optional download decides may be skipped in CI; anything else there means a
 # missing install step.
 ALLOWED_SKIPS = ("this CPU cannot run", "needs its licence accepted", "is not in the cache folder")
+
+
+def pytest_configure() -> None:
+    # A run in the background inherits an ignored SIGINT, and so would every program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
