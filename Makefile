@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 C_FILES = $(filter-out %codebook.h,$(wildcard c_src/tq/*.[ch] c_src/ggml/*.[ch] c_src/ggml/*.cpp tests/*.c))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test dev lint format codebooks clean
+.PHONY: help demo test dev bench sanitize lint format codebooks clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -21,6 +21,12 @@ test: $(VENV)/built $(VENV)/tests  ## build everything and run all tests
 dev: $(VENV)/packages  ## rebuild after an edit
 	@$(BIN)/python scripts/build.py
 	@touch $(VENV)/built
+
+bench: $(VENV)/built  ## prefill and decode rates of the cache types on a real model
+	$(BIN)/tq-ggml bench --model smollm2 --depth 0,1024,4096 --n-prompt 256
+
+sanitize: $(VENV)/built $(VENV)/tests  ## the kernels and the attention under ASan and UBSan (part of make test too)
+	$(BIN)/python -m pytest -k sanitizers
 
 lint: $(VENV)/lint  ## check style and the generated header
 	$(BIN)/ruff check .
