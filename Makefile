@@ -23,7 +23,7 @@ dev: $(VENV)/packages  ## rebuild after an edit
 	@touch $(VENV)/built
 
 bench: $(VENV)/built  ## prefill and decode rates of the cache types on a real model
-	$(BIN)/tq-ggml bench --model smollm2 --depth 0,1024,4096 --n-prompt 256
+	$(BIN)/tq-ggml bench --model smollm2 --depth 0,1024 --n-prompt 256
 
 sanitize: $(VENV)/built $(VENV)/tests  ## the kernels and the attention under ASan and UBSan (part of make test too)
 	$(BIN)/python -m pytest -k sanitizers
