@@ -131,11 +131,11 @@ def test_tq4_layout():
 
 def test_tq3_layout():
     index = [(3 * i + i // 4) % 4 for i in range(32)]
-    signs = 0x8001_F00D
+    signs = bytes((0x80, 0x01, 0xF0, 0x0D))
     low = [index[j] | index[j + 8] << 2 | index[j + 16] << 4 | index[j + 24] << 6 for j in range(8)]
-    packed = bytes.fromhex("0050") + bytes(low) + signs.to_bytes(4, "little")
+    packed = bytes.fromhex("0050") + bytes(low) + signs
     levels = block_table(3).levels.tolist()
-    wanted = [(-1 if signs >> i & 1 else 1) * levels[index[i]] for i in range(32)]
+    wanted = [(-1 if signs[i % 4] >> i // 4 & 1 else 1) * levels[index[i]] for i in range(32)]
     assert_decodes_to(packed, "tq3", wanted)
 
 

@@ -10,7 +10,7 @@ type   bytes  layout
 tq4    18     fp16 scale; 16 bytes: code of element j in the low nibble of byte j, of j+16 in the high one;
               code = magnitude index | sign << 3
 tq3    14     fp16 scale; 8 bytes: magnitude indices of elements j, j+8, j+16, j+24 at bits 0, 2, 4, 6 of byte j;
-              4 bytes: bit i of a little-endian word is the sign of element i
+              4 bytes: bit j of byte m is the sign of element 4j + m
 =====  =====  ==================================================================================================
 
 A value is ±level · scale / 32 in the rotated domain. An all-zero block is 32 zeros.
@@ -264,7 +264,8 @@ def _pack_tq4(codes: Codes) -> tuple[np.ndarray, ...]:
 def _pack_tq3(codes: Codes) -> tuple[np.ndarray, ...]:
     index = codes.index.reshape(-1, 4, 8)
     planes = index[:, 0] | index[:, 1] << 2 | index[:, 2] << 4 | index[:, 3] << 6
-    return planes, np.packbits(codes.negative, axis=1, bitorder="little")
+    signs = codes.negative.reshape(-1, 8, 4).transpose(0, 2, 1)
+    return planes, np.packbits(signs, axis=2, bitorder="little")[..., 0]
 
 
 def _unpack(blocks: np.ndarray, name: str) -> Codes:
@@ -273,7 +274,8 @@ def _unpack(blocks: np.ndarray, name: str) -> Codes:
         code = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
         return Codes(scale, code & 7, code >= 8)
     index = np.concatenate([blocks[:, 2:10] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    return Codes(scale, index, np.unpackbits(blocks[:, 10:], axis=1, bitorder="little").astype(bool))
+    signs = np.unpackbits(blocks[:, 10:, None], axis=2, bitorder="little").transpose(0, 2, 1)
+    return Codes(scale, index, signs.reshape(-1, BLOCK).astype(bool))
 
 
 def _values(codes: Codes, levels: np.ndarray) -> np.ndarray:

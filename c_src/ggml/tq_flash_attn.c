@@ -1,4 +1,4 @@
-// FLASH_ATTN_EXT over tq3/tq4 caches. A job is a set of query rows that share a KV head, and a range of keys. Where
+// FLASH_ATTN_EXT over the cache types that tq_attn.h names. A job is a set of query rows that share a KV head, and a range of keys. Where
 // query rows alone do not keep the threads busy (decoding), the keys are split too: each job then leaves a partial
 // result, and after a barrier the partials of a row are added up.
 #include "tq_flash_attn.h"
@@ -9,6 +9,8 @@
 #include "tq_attn.h"
 
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MIN_KEYS_PER_JOB 256
@@ -19,18 +21,56 @@ typedef struct {
     char *                    dst;  // [n_seq][n_tokens][n_head] rows
     size_t                    dst_stride;
     tq_attn                   attn;
+    float                     max_bias;
     int64_t                   n_tokens, n_head, n_head_kv, n_seq, n_kv;
     int64_t                   group;           // query heads that share a KV head
     int64_t                   tokens_per_job;  // so many tokens' rows of a group fit tq_attn_rows
     int64_t                   token_jobs, key_jobs, keys_per_job;
 } plan;
 
-static int tq_type_of(enum ggml_type type) {
-    return type == GGML_TYPE_TQ3 ? TQ_TYPE_TQ3 : type == GGML_TYPE_TQ4 ? TQ_TYPE_TQ4 : -1;
+// -1 for what is left to ggml.
+static int cache_type_of(enum ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_TQ3:
+            return TQ_CACHE_TQ3;
+        case GGML_TYPE_TQ4:
+            return TQ_CACHE_TQ4;
+        case GGML_TYPE_Q4_0:
+            return TQ_CACHE_Q4_0;
+        case GGML_TYPE_IQ4_NL:
+            return TQ_CACHE_IQ4_NL;
+        case GGML_TYPE_Q8_0:
+            return TQ_CACHE_Q8_0;
+        case GGML_TYPE_F16:
+            return TQ_CACHE_F16;
+        default:
+            return -1;
+    }
+}
+
+static bool use_stock = false;
+
+void tq_attention_use_stock(bool stock) {
+    use_stock = stock;
+}
+
+__attribute__((constructor)) static void read_environment(void) {
+    const char * wanted = getenv("TQ_ATTENTION");
+    if (wanted == NULL || wanted[0] == '\0' || strcmp(wanted, "tq") == 0) {
+        return;
+    }
+    use_stock = strcmp(wanted, "stock") == 0;
+    if (!use_stock) {
+        fprintf(stderr, "tq-ggml: TQ_ATTENTION=%s is neither tq nor stock; using tq\n", wanted);
+    }
+}
+
+static bool is_tq(const struct ggml_tensor * t) {
+    return t->type == GGML_TYPE_TQ3 || t->type == GGML_TYPE_TQ4;
 }
 
 static bool rows_are_whole(const struct ggml_tensor * t) {
-    return tq_type_of(t->type) >= 0 && t->nb[0] == ggml_type_size(t->type) && t->ne[0] % TQ_BLOCK == 0 &&
+    return cache_type_of(t->type) >= 0 && t->nb[0] == ggml_type_size(t->type) && t->ne[0] % TQ_BLOCK == 0 &&
            t->ne[0] <= TQ_MAX_HEAD;
 }
 
@@ -40,11 +80,10 @@ static bool is_ours(const struct ggml_tensor * op) {
         return false;
     }
     const struct ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
-    const float               max_bias = ((const float *) op->op_params)[1];
     return rows_are_whole(k) && rows_are_whole(v) && q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float) &&
-           max_bias == 0.0f && k->ne[2] == v->ne[2] && k->ne[3] == v->ne[3] && q->ne[2] % k->ne[2] == 0 &&
-           q->ne[3] % k->ne[3] == 0 && q->ne[2] / k->ne[2] <= TQ_MAX_ROWS && k->ne[1] > 0 &&
-           (mask == NULL || (mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t) && mask->ne[2] == 1));
+           k->ne[2] == v->ne[2] && k->ne[3] == v->ne[3] && q->ne[2] % k->ne[2] == 0 && q->ne[3] % k->ne[3] == 0 &&
+           q->ne[2] / k->ne[2] <= TQ_MAX_ROWS && k->ne[1] > 0 &&
+           (mask == NULL || (mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t)));
 }
 
 static plan make_plan(int n_threads, const struct ggml_tensor * op) {
@@ -52,8 +91,8 @@ static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     const float *             op_params = (const float *) op->op_params;
 
     plan p = { .q = q, .k = k, .v = v, .mask = op->src[3], .sinks = op->src[4] };
-    p.attn = (tq_attn){ .type_k   = tq_type_of(k->type),
-                        .type_v   = tq_type_of(v->type),
+    p.attn = (tq_attn){ .type_k   = (tq_cache_type) cache_type_of(k->type),
+                        .type_v   = (tq_cache_type) cache_type_of(v->type),
                         .head_k   = (int) k->ne[0],
                         .head_v   = (int) v->ne[0],
                         .stride_k = k->nb[1],
@@ -69,6 +108,7 @@ static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     p.n_seq          = q->ne[3];
     p.n_kv           = k->ne[1];
     p.group          = p.n_head / p.n_head_kv;
+    p.max_bias       = op_params[1];
     p.tokens_per_job = MIN(p.n_tokens, TQ_MAX_ROWS / p.group);
     p.token_jobs     = (p.n_tokens + p.tokens_per_job - 1) / p.tokens_per_job;
 
@@ -81,14 +121,8 @@ static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     return p;
 }
 
-// Per thread: the rows' state and the tile's mask for each token of a job.
-typedef struct {
-    tq_attn_rows rows;
-    float        mask[TQ_MAX_ROWS][TQ_TILE];
-} thread_space;
-
 static size_t space_bytes(void) {
-    return GGML_PAD(sizeof(thread_space), 64);  // no two threads on one cache line
+    return GGML_PAD(sizeof(tq_attn_rows), 64);  // no two threads on one cache line
 }
 
 static size_t partial_floats(const plan * p) {
@@ -123,19 +157,57 @@ static job get_job(const plan * p, int64_t i) {
     return j;
 }
 
-// Reads the mask of a tile for every token of a job. False when no token sees any of its keys.
-static bool load_mask(const plan * p, const job * j, int64_t key, int n_keys, float (*out)[TQ_TILE]) {
-    const struct ggml_tensor * m    = p->mask;
-    bool                       seen = false;
-    for (int64_t t = 0; t < j->n_tokens; t++) {
-        const char * row      = (const char *) m->data + (j->first_token + t) * m->nb[1] + j->seq % m->ne[3] * m->nb[3];
-        const ggml_fp16_t * x = (const ggml_fp16_t *) row + key;
-        for (int k = 0; k < n_keys; k++) {
-            out[t][k] = GGML_FP16_TO_FP32(x[k]);
-            seen |= out[t][k] != -INFINITY;
+// The fp16 mask of a row, from a key on.
+static const uint16_t * mask_of(const plan * p, int64_t seq, int64_t token, int64_t head, int64_t key) {
+    const struct ggml_tensor * m = p->mask;
+    const char *               x = (const char *) m->data + token * m->nb[1] + head % m->ne[2] * m->nb[2] +
+                     seq % m->ne[3] * m->nb[3];
+    return (const uint16_t *) (const void *) x + key;
+}
+
+enum { HIDES_ALL, HIDES_SOME, HIDES_NONE };
+
+static int scan_mask(const uint16_t * mask, int n_keys) {
+    const uint16_t hidden = 0xfc00;  // fp16 -infinity
+    uint16_t       visible = 0, altered = 0;
+    for (int k = 0; k < n_keys; k++) {
+        visible |= mask[k] ^ hidden;
+        altered |= mask[k];
+    }
+    return visible == 0 ? HIDES_ALL : altered == 0 ? HIDES_NONE : HIDES_SOME;
+}
+
+// Gives each row its mask over a tile, NULL where it hides nothing. False when no row sees any of the keys.
+static bool set_masks(const plan * p, const job * j, tq_attn_rows * rows, int64_t key, int n_keys) {
+    if (p->mask == NULL) {
+        return true;
+    }
+    bool             seen = false;
+    const uint16_t * mask = NULL;
+    for (int r = 0; r < rows->n; r++) {
+        const int64_t head = r % p->group;
+        if (head == 0 || p->mask->ne[2] > 1) {
+            mask            = mask_of(p, j->seq, j->first_token + r / p->group, j->head_kv * p->group + head, key);
+            const int hides = scan_mask(mask, n_keys);
+            seen |= hides != HIDES_ALL;
+            mask = hides == HIDES_NONE ? NULL : mask;
         }
+        rows->mask[r] = mask;
     }
     return seen;
+}
+
+// ALiBi (arXiv 2108.12409): the factor of the mask in each head. 1 without it.
+static float slope_of(const plan * p, int64_t head) {
+    if (p->max_bias == 0.0f) {
+        return 1.0f;
+    }
+    int64_t n = 1;  // the largest power of two that is not above the number of heads
+    while (2 * n <= p->n_head) {
+        n *= 2;
+    }
+    const float step = p->max_bias / (float) n;
+    return head < n ? exp2f(-step * (float) (head + 1)) : exp2f(-step * 0.5f * (float) (2 * (head - n) + 1));
 }
 
 static float * partial_of(const plan * p, float * partials, int64_t row, int64_t key_job) {
@@ -155,23 +227,25 @@ static void finish_row(const plan * p, int64_t row, float max, float sum, float 
     tq_attn_finish(&p->attn, sum, acc, (float *) (void *) (p->dst + (size_t) row * p->dst_stride));
 }
 
-static void run_job(const plan * p, const job * j, thread_space * space, float * partials) {
-    tq_attn_rows * rows = &space->rows;
-    rows->n             = 0;
-    for (int64_t t = 0; t < j->n_tokens; t++) {
-        for (int64_t g = 0; g < p->group; g++) {
-            const char * query = (const char *) p->q->data + (j->first_token + t) * p->q->nb[1] +
-                                 (j->head_kv * p->group + g) * p->q->nb[2] + j->seq * p->q->nb[3];
-            tq_attn_add_row(&p->attn, rows, (const float *) query);
-            rows->mask[rows->n - 1] = p->mask != NULL ? space->mask[t] : NULL;
+static void add_queries(const plan * p, const job * j, tq_attn_rows * rows) {
+    rows->n = 0;
+    for (int64_t t = j->first_token; t < j->first_token + j->n_tokens; t++) {
+        for (int64_t h = j->head_kv * p->group; h < (j->head_kv + 1) * p->group; h++) {
+            const char * query = (const char *) p->q->data + t * p->q->nb[1] + h * p->q->nb[2] + j->seq * p->q->nb[3];
+            tq_attn_add_row(&p->attn, rows, (const float *) (const void *) query);
+            rows->slope[rows->n - 1] = slope_of(p, h);
         }
     }
+}
+
+static void run_job(const plan * p, const job * j, tq_attn_rows * rows, float * partials) {
+    add_queries(p, j, rows);
     const int64_t seq_kv = j->seq / (p->n_seq / p->k->ne[3]);
     const char *  keys   = (const char *) p->k->data + j->head_kv * p->k->nb[2] + seq_kv * p->k->nb[3];
     const char *  values = (const char *) p->v->data + j->head_kv * p->v->nb[2] + seq_kv * p->v->nb[3];
     for (int64_t key = j->first_key; key < j->end_key; key += TQ_TILE) {
         const int n_keys = (int) MIN(TQ_TILE, j->end_key - key);
-        if (p->mask == NULL || load_mask(p, j, key, n_keys, space->mask)) {
+        if (set_masks(p, j, rows, key, n_keys)) {
             tq_attn_tile(&p->attn, rows, keys + key * p->k->nb[1], values + key * p->v->nb[1], n_keys);
         }
     }
@@ -209,12 +283,12 @@ static void add_partials(const plan * p, int64_t row, float * acc, float * parti
 
 bool tq_compute_forward(const struct ggml_compute_params * params, struct ggml_tensor * op) {
     // use_ref asks for ggml's own operator: the oracle of test-backend-ops
-    if (params->use_ref || !is_ours(op)) {
+    if (params->use_ref || !is_ours(op) || (use_stock && !is_tq(op->src[1]) && !is_tq(op->src[2]))) {
         return false;
     }
     const plan     p        = make_plan(params->nth, op);
-    thread_space * space    = (thread_space *) ((char *) params->wdata + space_bytes() * (size_t) params->ith);
-    float *        partials = (float *) ((char *) params->wdata + space_bytes() * (size_t) params->nth);
+    tq_attn_rows * rows     = (tq_attn_rows *) (void *) ((char *) params->wdata + space_bytes() * (size_t) params->ith);
+    float *        partials = (float *) (void *) ((char *) params->wdata + space_bytes() * (size_t) params->nth);
     const int64_t  n_jobs   = p.token_jobs * p.n_head_kv * p.n_seq * p.key_jobs;
 
     if (params->ith == 0) {
@@ -223,13 +297,13 @@ bool tq_compute_forward(const struct ggml_compute_params * params, struct ggml_t
     ggml_barrier(params->threadpool);
     for (int64_t i = params->ith; i < n_jobs; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
         const job j = get_job(&p, i);
-        run_job(&p, &j, space, partials);
+        run_job(&p, &j, rows, partials);
     }
     if (p.key_jobs > 1) {
         ggml_barrier(params->threadpool);
         const int64_t n_rows = p.n_tokens * p.n_head * p.n_seq;
         for (int64_t row = params->ith; row < n_rows; row += params->nth) {
-            add_partials(&p, row, space->rows.acc, partials);
+            add_partials(&p, row, rows->acc, partials);
         }
     }
     return true;

@@ -18,6 +18,10 @@ bool tq_compute_forward(const struct ggml_compute_params * params, struct ggml_t
 // Bytes of work space that tq_compute_forward needs for op; 0 when op is not ours.
 size_t tq_work_size(int n_threads, const struct ggml_tensor * op);
 
+// Gives f16, q8_0, q4_0 and iq4_nl caches back to ggml's own operator, as the environment variable TQ_ATTENTION=stock
+// does, or takes them again. Not to be called while a graph is computed. tq3 and tq4 always come here.
+void tq_attention_use_stock(bool stock);
+
 #ifdef __cplusplus
 }
 #endif

@@ -32,11 +32,12 @@ extern "C" {
 // Packed: a row of blocks may start at any byte.
 #pragma pack(push, 1)
 
-// 3.5 bits a value: magnitude index (2 bits) and sign (1 bit) in two planes, so that a sign is one bit test away.
+// 3.5 bits a value: magnitude index (2 bits) and sign (1 bit) in two planes. Four adjacent elements, the 32-bit word of
+// a dot product, have their signs in one bit of four bytes.
 typedef struct {
     uint16_t d;         // fp16 scale; value = d * level / 32
     uint8_t  qs[8];     // byte j: magnitude indices of elements j, j+8, j+16, j+24 at bits 0, 2, 4, 6
-    uint8_t  signs[4];  // bit i: element i is negative
+    uint8_t  signs[4];  // bit j of byte m: element 4j + m is negative
 } tq3_block;
 
 // 4.5 bits a value.

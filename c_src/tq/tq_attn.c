@@ -1,265 +1,349 @@
 // The attention core, compiled once for each SIMD level. Written on the compiler's vectors, so that one text serves all
-// levels; only the int8 logits of AVX-512 VNNI are written in intrinsics.
+// levels; tq_vec.h has the few primitives that do not fit into that.
 //
-// Two matrix products do the work, both as [rows] x [tile] with one micro-kernel: logits = query . keys, with the
-// tile's keys transposed so that lanes are keys, and acc += weights . values, where lanes are the head's values.
+// Keys and values of a tile are each decoded in one of two forms, by type and level (is_int8):
+//
+//   float   keys[i][key], values[key][i]. Multiplied in float32.
+//   int8    Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the query's
+//           int8. Values as quads of four keys, values[block][quad][i][key], with value_scale[key] and
+//           value_ratio[block][key], the block's share of it in 1/2^15; multiplied by weights of 15 bits, a byte at a
+//           time. What is lost lies below 1e-8 of a row's energy, because weights are scaled for each row and tile.
+//
+// Rows are attended STEP at a time, from logits to values, while the tile is in the first cache.
 #include "tq_attn.h"
-#include "tq_impl.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#include "tq_tile.h"
 
-#if defined(__AVX512F__)
-#    include <immintrin.h>
-#    ifdef __AVX512VNNI__
-#        define FN(name) name##_avx512
-#    else
-#        define FN(name) name##_avx512bw
-#    endif
-#    define LANES    16
-#    define ROW_STEP 4  // rows per pass of the micro-kernel: ROW_STEP * 32 / LANES accumulators must fit the registers
-#elif defined(__AVX2__)
-#    define FN(name) name##_avx2
-#    define LANES    8
-#    define ROW_STEP 2
-#elif defined(__aarch64__) && !defined(TQ_ATTN_REF)
-#    ifdef __ARM_FEATURE_DOTPROD
-#        define FN(name) name##_dotprod
-#    else
-#        define FN(name) name##_neon
-#    endif
-#    define LANES    4
-#    define ROW_STEP 2
-#else
-#    define FN(name) name##_ref
-#    define LANES    4
-#    define ROW_STEP 1
-#endif
+#define STEP  4  // rows per pass; STEP * WIDTH accumulators and as many partners fit the registers
+#define WIDTH 2  // vectors per pass
 
-typedef float   vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef float   vf_unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define FOR_ROWS(r)  for (int r = 0; r < n_rows; r++)
+#define FOR_WIDTH(v) for (int v = 0; v < WIDTH; v++)
 
-INLINE vf load(const float * p) {
-    return *(const vf_unaligned *) p;
-}
-
-INLINE void store(float * p, vf x) {
-    *(vf_unaligned *) p = x;
-}
-
-INLINE vf splat(float x) {
-    return x - (vf){ 0 };
-}
-
-INLINE vf choose(vi condition, vf yes, vf no) {
-    return (vf) ((condition & (vi) yes) | (~condition & (vi) no));
-}
-
-INLINE float sum_lanes(vf x) {
-    float sum = 0.0f;
-    for (int i = 0; i < LANES; i++) {
-        sum += x[i];
-    }
-    return sum;
-}
-
-INLINE float max_lanes(vf x) {
-    float max = x[0];
-    for (int i = 1; i < LANES; i++) {
-        max = x[i] > max ? x[i] : max;
-    }
-    return max;
-}
-
-// e^x for x <= 0, with 2 units in the last place; exactly 0 below -87, where a weight cannot matter.
-INLINE vf exp_nonpositive(vf x) {
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-    const vf    t     = x * 1.44269504f + shift;
-    const vf    n     = t - shift;
-    const vf    r     = (x - n * 0.693145752f) - n * 1.42860677e-06f;
-    vf          p     = 1.0f / 720.0f + r * (1.0f / 5040.0f);
-    p                 = 1.0f / 120.0f + r * p;
-    p                 = 1.0f / 24.0f + r * p;
-    p                 = 1.0f / 6.0f + r * p;
-    p                 = 0.5f + r * p;
-    p                 = 1.0f + r * p;
-    p                 = 1.0f + r * p;
-    return choose(x < -87.0f, splat(0.0f), (vf) ((vi) p + ((vi) t << 23)));
-}
-
-// c[r][0..31] += a[r][k] * b[k][0..31] for r < n_rows, a compile-time constant.
-INLINE void multiply_add_32(int n_rows, const float * a, int lda, const float * b, int ldb, int n_k, float * c,
-                            int ldc) {
-    vf sum[ROW_STEP][32 / LANES];
-    for (int r = 0; r < n_rows; r++) {
-        for (int v = 0; v < 32 / LANES; v++) {
+// c[r][j] += a[r][k] * b[k][j] for WIDTH vectors of columns j.
+INLINE void multiply_add(int n_rows, const float * a, int lda, const float * b, int ldb, int n_k, float * c, int ldc) {
+    vf sum[STEP][WIDTH];
+    FOR_ROWS(r) {
+        FOR_WIDTH(v) {
             sum[r][v] = load(c + r * ldc + v * LANES);
         }
     }
     for (int k = 0; k < n_k; k++) {
-        for (int v = 0; v < 32 / LANES; v++) {
-            const vf bv = load(b + k * ldb + v * LANES);
-            for (int r = 0; r < n_rows; r++) {
-                sum[r][v] += a[r * lda + k] * bv;
+        vf bv[WIDTH];
+        FOR_WIDTH(v) {
+            bv[v] = load(b + k * ldb + v * LANES);
+        }
+        FOR_ROWS(r) {
+            FOR_WIDTH(v) {
+                sum[r][v] += a[r * lda + k] * bv[v];
             }
         }
     }
-    for (int r = 0; r < n_rows; r++) {
-        for (int v = 0; v < 32 / LANES; v++) {
+    FOR_ROWS(r) {
+        FOR_WIDTH(v) {
             store(c + r * ldc + v * LANES, sum[r][v]);
         }
     }
 }
 
-// c[r][j] += a[r][k] * b[k][j], with n a multiple of 32. Columns are outermost: a strip of b stays in the first cache.
-static void multiply_add(int rows, const float * a, int lda, const float * b, int ldb, int n_k, float * c, int ldc,
-                         int n) {
-    for (int j = 0; j < n; j += 32) {
-        int r = 0;
-        for (; r + ROW_STEP <= rows; r += ROW_STEP) {
-            multiply_add_32(ROW_STEP, a + r * lda, lda, b + j, ldb, n_k, c + r * ldc + j, ldc);
+// ---- logits: query . key ----
+
+INLINE void float_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
+                         float (*x)[TQ_TILE]) {
+    memset(x, 0, (size_t) n_rows * sizeof(*x));
+    for (int k = 0; k < n_keys; k += WIDTH * LANES) {
+        multiply_add(n_rows, rows->query + first * a->head_k, a->head_k, rows->keys + k, TQ_TILE, a->head_k, x[0] + k,
+                     TQ_TILE);
+    }
+}
+
+#ifdef TQ_INT8
+// WIDTH vectors of keys with one block of the queries, added to sum.
+INLINE void add_block_logits(int n_rows, const tq_query_block * q, const int32_t * q_sum, int n_blocks,
+                             const char * keys, const float * key_scale, vf (*sum)[WIDTH]) {
+    vi dot[STEP][WIDTH];
+    FOR_ROWS(r) {
+        FOR_WIDTH(v) {
+            dot[r][v] = splat_i32(-KEY_BIAS * q_sum[r * n_blocks]);
         }
-        for (; r < rows; r++) {
-            multiply_add_32(1, a + r * lda, lda, b + j, ldb, n_k, c + r * ldc + j, ldc);
+    }
+    for (int w = 0; w < TQ_BLOCK / 4; w++) {
+        vi key[WIDTH];
+        FOR_WIDTH(v) {
+            key[v] = load_i32(keys + (w * TQ_TILE + v * LANES) * 4);
+        }
+        FOR_ROWS(r) {
+            int32_t word;
+            memcpy(&word, q[r * n_blocks].qs + w * 4, sizeof(word));
+            FOR_WIDTH(v) {
+                dot[r][v] = dot_key(dot[r][v], key[v], word);
+            }
         }
     }
-}
-
-INLINE void decode_rotated(int type, const char * src, float * dst, int n) {
-    (type == TQ_TYPE_TQ3 ? FN(tq3_decode_rotated_row) : FN(tq4_decode_rotated_row))(src, dst, n);
-}
-
-#ifdef __AVX512VNNI__
-
-// 16 rows of 32 bytes to 8 vectors of 16 rows x 4 bytes: what vpdpbusd multiplies by four bytes of a query.
-INLINE void transpose_16x32(const uint8_t * rows, int stride, __m512i * t) {
-    __m512i a[8], b[8], c[8];
-    for (int i = 0; i < 8; i++) {
-        const __m256i lo = _mm256_loadu_si256((const __m256i *) (rows + i * stride));
-        const __m256i hi = _mm256_loadu_si256((const __m256i *) (rows + (i + 8) * stride));
-        a[i]             = _mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1);
-    }
-    for (int i = 0; i < 8; i += 2) {
-        b[i]     = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        c[i]     = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        c[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        c[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        c[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    // c[i] holds columns i (even 128-bit quarters) and i + 4 (odd ones), of rows 0-3 and of rows 4-7 in c[i + 4]
-    const __m512i even = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0);
-    const __m512i odd  = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
-    for (int i = 0; i < 4; i++) {
-        t[i]     = _mm512_permutex2var_epi64(c[i], even, c[i + 4]);
-        t[i + 4] = _mm512_permutex2var_epi64(c[i], odd, c[i + 4]);
-    }
-}
-
-// One block of 16 keys with every row. Keys are unsigned (level + 128), so 128 times the query's sum comes off.
-INLINE void add_block_logits(tq_attn_rows * rows, const tq_query_block * q, const int32_t * q_sum, int q_stride,
-                             const __m512i * t, __m512 key_scale, float * logits) {
-    for (int r = 0; r < rows->n; r++) {
-        const int32_t * bytes = (const int32_t *) (const void *) q[r * q_stride].qs;
-        __m512i         dot   = _mm512_set1_epi32(-128 * q_sum[r * q_stride]);
-        for (int j = 0; j < 8; j++) {
-            dot = _mm512_dpbusd_epi32(dot, t[j], _mm512_set1_epi32(bytes[j]));
-        }
-        const __m512 scale = _mm512_mul_ps(key_scale, _mm512_set1_ps(q[r * q_stride].d));
-        float *      out   = logits + r * TQ_TILE;
-        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, _mm512_loadu_ps(out)));
-    }
-}
-
-static void raw_logits(const tq_attn * a, tq_attn_rows * rows, const char * keys, int n_keys) {
-    const int n_blocks = a->head_k / TQ_BLOCK;
-    for (int k = 0; k < n_keys; k++) {
-        (a->type_k == TQ_TYPE_TQ3 ? tq3_decode_levels_avx512 : tq4_decode_levels_avx512)(
-            keys + k * a->stride_k, rows->levels + k * a->head_k, rows->scales + k, TQ_TILE, a->head_k);
-    }
-    memset(rows->logits, 0, (size_t) rows->n * TQ_TILE * sizeof(float));
-    for (int g = 0; g < n_keys; g += 16) {
-        for (int ib = 0; ib < n_blocks; ib++) {
-            __m512i t[8];
-            transpose_16x32(rows->levels + g * a->head_k + ib * TQ_BLOCK, a->head_k, t);
-            add_block_logits(rows, rows->query_i8 + ib, rows->query_sum + ib, n_blocks, t,
-                             _mm512_loadu_ps(rows->scales + ib * TQ_TILE + g), rows->logits + g);
+    FOR_ROWS(r) {
+        FOR_WIDTH(v) {
+            sum[r][v] += to_float(dot[r][v]) * (load(key_scale + v * LANES) * q[r * n_blocks].d);
         }
     }
 }
 
-#else
-
-static void raw_logits(const tq_attn * a, tq_attn_rows * rows, const char * keys, int n_keys) {
-    float key[TQ_MAX_HEAD];
-    for (int k = 0; k < n_keys; k++) {
-        decode_rotated(a->type_k, keys + k * a->stride_k, key, a->head_k);
-        for (int i = 0; i < a->head_k; i++) {
-            rows->tile[i * TQ_TILE + k] = key[i];
+INLINE void int8_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
+                        float (*x)[TQ_TILE]) {
+    const int              n_blocks = a->head_k / TQ_BLOCK;
+    const tq_query_block * q        = rows->query_i8 + first * n_blocks;
+    const int32_t *        q_sum    = rows->query_sum + first * n_blocks;
+    for (int k = 0; k < n_keys; k += WIDTH * LANES) {
+        vf sum[STEP][WIDTH] = { 0 };
+        for (int b = 0; b < n_blocks; b++) {
+            add_block_logits(n_rows, q + b, q_sum + b, n_blocks, (const char *) rows->keys + (b * TQ_BLOCK * TQ_TILE + k * 4),
+                             rows->key_scale + b * TQ_TILE + k, sum);
+        }
+        FOR_ROWS(r) {
+            FOR_WIDTH(v) {
+                store(x[r] + k + v * LANES, sum[r][v]);
+            }
         }
     }
-    memset(rows->logits, 0, (size_t) rows->n * TQ_TILE * sizeof(float));
-    multiply_add(rows->n, rows->query, a->head_k, rows->tile, TQ_TILE, a->head_k, rows->logits, TQ_TILE, TQ_TILE);
 }
-
 #endif
 
-static void cap_and_mask(const tq_attn * a, float * x, const float * mask, int n_keys) {
-    for (int k = 0; k < TQ_TILE; k++) {
-        x[k] *= a->scale;
-    }
-    for (int k = 0; k < n_keys && a->softcap != 0.0f; k++) {
-        x[k] = a->softcap * tanhf(x[k] / a->softcap);
-    }
-    for (int k = 0; k < n_keys && mask != NULL; k++) {
-        x[k] += mask[k];
-    }
-    for (int k = n_keys; k < TQ_TILE; k++) {
-        x[k] = -INFINITY;
-    }
+// ---- softmax ----
+
+INLINE vf cap(vf x, float softcap) {
+    const vf t    = exp_nonpositive(choose(x < 0.0f, x, -x) * (2.0f / softcap));
+    const vf tanh = (1.0f - t) / (1.0f + t);
+    return choose(x < 0.0f, -tanh, tanh) * softcap;
 }
 
-// Turns a row's logits into weights and brings its state to the new maximum.
-static void softmax_row(const tq_attn * a, tq_attn_rows * rows, int r, int n_keys) {
-    float * x = rows->logits + r * TQ_TILE;
-    cap_and_mask(a, x, rows->mask[r], n_keys);
-    vf top = load(x);
-    for (int k = LANES; k < TQ_TILE; k += LANES) {
-        const vf other = load(x + k);
-        top            = choose(other > top, other, top);
+// The mask of a tile of n_keys, which may end with the row: what lies beyond is not read, and not seen.
+INLINE const uint16_t * whole_mask(const uint16_t * mask, int n_keys, uint16_t * buffer) {
+    if (n_keys == TQ_TILE) {
+        return mask;
     }
-    const float max = fmaxf(rows->max[r], max_lanes(top));
-    if (max == -INFINITY) {
-        memset(x, 0, TQ_TILE * sizeof(float));
-        return;
+    for (int k = 0; k < TQ_TILE; k++) {
+        buffer[k] = k >= n_keys ? 0xfc00 : mask != NULL ? mask[k] : 0;
     }
-    if (max > rows->max[r]) {
-        const float factor = expf(rows->max[r] - max);
-        float *     acc    = rows->acc + r * a->head_v;
-        for (int i = 0; i < a->head_v; i += LANES) {
-            store(acc + i, load(acc + i) * factor);
+    return buffer;
+}
+
+// Turns a row's logits into weights relative to the tile's maximum, and brings its state to the new maximum. Returns
+// the factor of the tile's weights, exp(tile's maximum - row's maximum).
+INLINE float softmax_row(const tq_attn * a, tq_attn_rows * rows, int r, int n_keys, float * x) {
+    uint16_t         buffer[TQ_TILE];
+    const uint16_t * mask = whole_mask(rows->mask[r], n_keys, buffer);
+    vf               top  = splat(-INFINITY);
+    for (int k = 0; k < TQ_TILE; k += LANES) {
+        vf logit = load(x + k) * a->scale;
+        if (a->softcap != 0.0f) {
+            logit = cap(logit, a->softcap);
         }
-        rows->sum[r] *= factor;
-        rows->max[r] = max;
+        if (mask != NULL) {
+            logit += load_f16(mask + k) * rows->slope[r];
+        }
+        if (k + LANES > n_keys) {
+            logit = choose(load_f16(mask + k) == -INFINITY, splat(-INFINITY), logit);
+        }
+        store(x + k, logit);
+        top = larger(logit, top);
+    }
+    const float tile_max = max_lanes(top);
+    if (tile_max == -INFINITY) {
+        memset(x, 0, TQ_TILE * sizeof(float));
+        return 0.0f;
     }
     vf sum = splat(0.0f);
     for (int k = 0; k < TQ_TILE; k += LANES) {
-        const vf weight = exp_nonpositive(load(x + k) - max);
+        const vf weight = exp_nonpositive(load(x + k) - tile_max);
         store(x + k, weight);
         sum += weight;
     }
-    rows->sum[r] += sum_lanes(sum);
+    float factor = 1.0f;
+    if (tile_max > rows->max[r]) {
+        const vf old = exp_nonpositive(splat(rows->max[r] - tile_max));
+        float *  acc = rows->acc + r * a->head_v;
+        for (int i = 0; i < a->head_v; i += LANES) {
+            store(acc + i, load(acc + i) * old);
+        }
+        rows->sum[r] *= old[0];
+        rows->max[r] = tile_max;
+    } else {
+        factor = exp_nonpositive(splat(tile_max - rows->max[r]))[0];
+    }
+    rows->sum[r] += factor * sum_lanes(sum);
+    return factor;
 }
 
+// ---- acc += weight * value ----
+
+INLINE void add_float_values(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, int n_keys,
+                             float (*x)[TQ_TILE], const float * factor) {
+    FOR_ROWS(r) {
+        for (int k = 0; k < TQ_TILE; k += LANES) {
+            store(x[r] + k, load(x[r] + k) * factor[r]);
+        }
+    }
+    for (int i = 0; i < a->head_v; i += WIDTH * LANES) {
+        multiply_add(n_rows, x[0], TQ_TILE, rows->values + i, a->head_v, n_keys, rows->acc + first * a->head_v + i,
+                     a->head_v);
+    }
+}
+
+#ifdef TQ_INT8
+// Weight times value_scale as 15 bits of the largest one; returns the unit.
+INLINE float quantise_weights(const tq_attn_rows * rows, float * x, int16_t * weights) {
+    vf top = splat(0.0f);
+    for (int k = 0; k < TQ_TILE; k += LANES) {
+        const vf scaled = load(x + k) * load(rows->value_scale + k);
+        store(x + k, scaled);
+        top = larger(scaled, top);
+    }
+    const float max = max_lanes(top);
+    const float inv = max > 0.0f ? WEIGHT_ONE / max : 0.0f;
+    for (int k = 0; k < TQ_TILE; k += LANES) {
+        store_narrow(weights + k, load(x + k) * inv + 0.5f);
+    }
+    return max * (1.0f / WEIGHT_ONE) * (32768.0f / RATIO_ONE);
+}
+
+// One block of WIDTH * LANES values of the tile.
+INLINE void add_quads(int n_rows, int n_keys, const char * values, int32_t (*words)[TQ_TILE / 2], const float * unit,
+                      float * acc, int stride) {
+    vi lo[STEP][WIDTH] = { 0 }, hi[STEP][WIDTH] = { 0 };
+    for (int quad = 0; quad < (n_keys + 3) / 4; quad++) {
+        vi value[WIDTH];
+        FOR_WIDTH(v) {
+            value[v] = load_i32(values + (quad * TQ_BLOCK + v * LANES) * 4);
+        }
+        FOR_ROWS(r) {
+            const int32_t * word = words[r] + quad / 2 * 4 + quad % 2;
+            FOR_WIDTH(v) {
+                lo[r][v] = dot_value(lo[r][v], value[v], word[0]);
+                hi[r][v] = dot_value(hi[r][v], value[v], word[2]);
+            }
+        }
+    }
+    FOR_ROWS(r) {
+        FOR_WIDTH(v) {
+            float * out = acc + r * stride + v * LANES;
+            store(out, load(out) + to_float(hi[r][v] * 256 + lo[r][v]) * unit[r]);
+        }
+    }
+}
+
+INLINE void add_int8_values(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, int n_keys,
+                            float (*x)[TQ_TILE], const float * factor) {
+    int16_t weights[STEP][TQ_TILE];
+    int32_t words[STEP][TQ_TILE / 2];
+    float   unit[STEP];
+    FOR_ROWS(r) {
+        unit[r] = quantise_weights(rows, x[r], weights[r]) * factor[r];
+    }
+    for (int b = 0; b < a->head_v / TQ_BLOCK; b++) {
+        FOR_ROWS(r) {
+            split_weights(weights[r], rows->value_ratio + b * TQ_TILE, words[r]);
+        }
+        for (int i = 0; i < TQ_BLOCK; i += WIDTH * LANES) {
+            add_quads(n_rows, n_keys, (const char *) rows->values + (b * TQ_TILE * TQ_BLOCK + i * 4), words, unit,
+                      rows->acc + first * a->head_v + b * TQ_BLOCK + i, a->head_v);
+        }
+    }
+}
+#endif
+
+// ---- a tile ----
+
+INLINE void attend_rows(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, int n_keys) {
+    float x[STEP][TQ_TILE];
+    float factor[STEP];
+#ifdef TQ_INT8
+    if (is_int8(a->type_k)) {
+        int8_logits(a, rows, first, n_rows, n_keys, x);
+    } else
+#endif
+    {
+        float_logits(a, rows, first, n_rows, n_keys, x);
+    }
+    FOR_ROWS(r) {
+        factor[r] = softmax_row(a, rows, first + r, n_keys, x[r]);
+    }
+#ifdef TQ_INT8
+    if (is_int8(a->type_v)) {
+        add_int8_values(a, rows, first, n_rows, n_keys, x, factor);
+    } else
+#endif
+    {
+        add_float_values(a, rows, first, n_rows, n_keys, x, factor);
+    }
+}
+
+// The number of rows must be known to the compiler, for the accumulators to live in registers.
 void FN(tq_attn_tile)(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys) {
-    raw_logits(a, rows, keys, n_keys);
-    for (int r = 0; r < rows->n; r++) {
-        softmax_row(a, rows, r, n_keys);
+    decode_keys(a, rows, keys, n_keys);
+    decode_values(a, rows, values, n_keys);
+    int r = 0;
+    for (; r + STEP <= rows->n; r += STEP) {
+        attend_rows(a, rows, r, STEP, n_keys);
     }
-    for (int k = 0; k < n_keys; k++) {
-        decode_rotated(a->type_v, values + k * a->stride_v, rows->tile + k * a->head_v, a->head_v);
+    switch (rows->n - r) {
+        case 3:
+            attend_rows(a, rows, r, 3, n_keys);
+            break;
+        case 2:
+            attend_rows(a, rows, r, 2, n_keys);
+            break;
+        case 1:
+            attend_rows(a, rows, r, 1, n_keys);
+            break;
+        default:
+            break;
     }
-    multiply_add(rows->n, rows->logits, TQ_TILE, rows->tile, a->head_v, n_keys, rows->acc, a->head_v, a->head_v);
+}
+
+// ---- a finished row ----
+
+INLINE vf butterfly(vf x, int h) {
+    vi high;
+    for (int i = 0; i < LANES; i++) {
+        high[i] = i & h ? -1 : 0;
+    }
+    const vf partner = partners(x, h);
+    return choose(high, partner - x, partner + x);
+}
+
+// The inverse of the codec's rotation of TQ_BLOCK values.
+INLINE void unrotate(float * y) {
+    enum { N = TQ_BLOCK / LANES };
+    vf x[N];
+    for (int i = 0; i < N; i++) {
+        x[i] = load(y + i * LANES);
+        for (int h = 1; h < LANES; h *= 2) {
+            x[i] = butterfly(x[i], h);
+        }
+    }
+    for (int h = 1; h < N; h *= 2) {
+        for (int i = 0; i < N; i++) {
+            if ((i & h) == 0) {
+                const vf a = x[i];
+                x[i]       = a + x[i + h];
+                x[i + h]   = a - x[i + h];
+            }
+        }
+    }
+    for (int i = 0; i < N; i++) {
+        vi sign;
+        for (int l = 0; l < LANES; l++) {
+            sign[l] = (TQ_SIGN_MASK >> (i * LANES + l)) & 1 ? INT32_MIN : 0;
+        }
+        store(y + i * LANES, (vf) ((vi) (x[i] * TQ_WHT_SCALE) ^ sign));
+    }
+}
+
+void FN(tq_attn_finish)(const tq_attn * a, float sum, const float * acc, float * dst) {
+    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int i = 0; i < a->head_v; i += LANES) {
+        store(dst + i, load(acc + i) * factor);
+    }
+    for (int i = 0; i < a->head_v && tq_cache_types[a->type_v].rotates; i += TQ_BLOCK) {
+        unrotate(dst + i);
+    }
 }

@@ -1,8 +1,9 @@
-// Attention over tq3/tq4 keys and values in the rotated domain, one tile of keys at a time.
+// Attention over a KV cache, one tile of keys at a time.
 //
 // A tile of keys and values is decoded once and used by every query row that shares it: all heads of a group, all
 // tokens of a prefill chunk. Softmax is online (arXiv 2112.05682): each row carries its maximum, its sum and its
-// accumulator, which stays in the rotated domain until tq_attn_finish.
+// accumulator. tq3 and tq4 stay in the rotated domain throughout: queries are rotated when they are added, results when
+// they are finished. docs/attention.md tells the rest.
 #ifndef TQ_ATTN_H
 #define TQ_ATTN_H
 
@@ -12,42 +13,60 @@
 extern "C" {
 #endif
 
-#define TQ_TILE     32   // keys decoded at a time
+#define TQ_TILE     64   // keys decoded at a time
 #define TQ_MAX_HEAD 576  // the largest head size (DeepSeek's latent attention)
 #define TQ_MAX_ROWS 128  // query rows that share a tile
 
+// What a cache can hold. The blocks of the last four are ggml's.
+typedef enum {
+    TQ_CACHE_TQ3 = TQ_TYPE_TQ3,
+    TQ_CACHE_TQ4 = TQ_TYPE_TQ4,
+    TQ_CACHE_Q4_0,
+    TQ_CACHE_IQ4_NL,
+    TQ_CACHE_Q8_0,
+    TQ_CACHE_F16,
+    TQ_CACHE_COUNT
+} tq_cache_type;
+
 typedef struct {
-    int    type_k, type_v;  // tq_type
-    int    head_k, head_v;  // values per head: multiples of TQ_BLOCK, at most TQ_MAX_HEAD
-    size_t stride_k;        // bytes from one key to the next
-    size_t stride_v;
-    float  scale;    // of the logits, before the cap
-    float  softcap;  // logit = softcap * tanh(scale * q.k / softcap); 0: no cap
+    tq_cache_type type_k, type_v;
+    int           head_k, head_v;  // values per head: multiples of TQ_BLOCK, at most TQ_MAX_HEAD
+    size_t        stride_k;        // bytes from one key to the next
+    size_t        stride_v;
+    float         scale;    // of the logits, before the cap
+    float         softcap;  // logit = softcap * tanh(scale * q.k / softcap); 0: no cap
 } tq_attn;
 
-// A set of query rows with their state, and what one thread needs to attend a tile. About 1 MB: not for the stack.
+// A set of query rows with their state, and what one thread needs to attend a tile. About 1.3 MB: not for the stack.
 typedef struct {
-    int            n;
-    float          max[TQ_MAX_ROWS];
-    float          sum[TQ_MAX_ROWS];
-    const float *  mask[TQ_MAX_ROWS];                                // a row's mask over the tile, or NULL
-    tq_query_block query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];   // [n][head_k / 32]
-    int32_t        query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];  // of each block's int8
-    float          query[TQ_MAX_ROWS * TQ_MAX_HEAD];                 // [n][head_k]
-    float          acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                   // [n][head_v]
-    float          logits[TQ_MAX_ROWS * TQ_TILE];                    // [n][TQ_TILE], then the weights
-    float          tile[TQ_TILE * TQ_MAX_HEAD];                      // decoded keys, then values
-    float          scales[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
-    uint8_t        levels[TQ_TILE * TQ_MAX_HEAD];
+    int              n;
+    float            max[TQ_MAX_ROWS];
+    float            sum[TQ_MAX_ROWS];
+    const uint16_t * mask[TQ_MAX_ROWS];   // a row's fp16 mask over the tile, or NULL: all of it is seen
+    float            slope[TQ_MAX_ROWS];  // the mask's factor (ALiBi); 1 elsewhere
+    float            query[TQ_MAX_ROWS * TQ_MAX_HEAD];                 // [n][head_k]
+    tq_query_block   query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];   // [n][head_k / 32]
+    int32_t          query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];  // of each block's int8
+    float            acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                   // [n][head_v]
+    // The decoded tile; what it holds depends on the type and the SIMD level (tq_attn.c).
+    float            keys[TQ_TILE * TQ_MAX_HEAD];
+    float            key_scale[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
+    float            values[TQ_TILE * TQ_MAX_HEAD];
+    int16_t          value_ratio[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
+    float            value_scale[TQ_TILE];
 } tq_attn_rows;
 
-// Adds a query of head_k floats: rotated and rounded to int8, its state cleared.
+// Bytes of TQ_BLOCK values in a cache.
+TQ_API size_t tq_cache_block_bytes(tq_cache_type type);
+
+// Adds a query of head_k floats, its state cleared and its mask NULL.
 TQ_API void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query);
 
-// Attends n_keys <= TQ_TILE keys with every row, adding rows->mask to the logits (-INFINITY: not seen).
+// Attends n_keys <= TQ_TILE keys with every row, adding slope * mask to the logits (-INFINITY: not seen).
 TQ_API void tq_attn_tile(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys);
 
-// acc / sum, rotated back; zeros for a row that saw no key. dst and acc have head_v floats and may be the same.
+// acc / sum, rotated back where the type is; zeros for a row that saw no key. dst and acc have head_v floats and may be
+// the same.
 TQ_API void tq_attn_finish(const tq_attn * a, float sum, const float * acc, float * dst);
 
 #ifdef __cplusplus

@@ -153,19 +153,13 @@ INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const int8_t * 
 }
 
 INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
-    const int negative = _mm256_movemask_epi8(codes.negative_u8x32);
     tq3_pack_indices(b, codes.index_u8x32);
-    memcpy(b->signs, &negative, sizeof(b->signs));
+    tq3_pack_signs(b, _mm256_and_si256(codes.negative_u8x32, tq3_sign_bits()));
 }
 
 INLINE codes_x32 tq3_unpack(const tq3_block * b) {
-    int32_t negative;
-    memcpy(&negative, b->signs, sizeof(negative));
-    // each sign byte to the eight lanes of its elements, then one bit per lane
-    const __m256i bytes = _mm256_shuffle_epi8(
-        _mm256_set1_epi32(negative), _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
-    const __m256i bit = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
-    return (codes_x32){ tq3_unpack_indices(b), _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit) };
+    const __m256i bit = tq3_sign_bits();
+    return (codes_x32){ tq3_unpack_indices(b), _mm256_cmpeq_epi8(_mm256_and_si256(tq3_unpack_signs(b), bit), bit) };
 }
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {

@@ -131,13 +131,11 @@ INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const int8_t * 
 
 INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
     tq3_pack_indices(b, codes.index_u8x32);
-    memcpy(b->signs, &codes.negative, sizeof(b->signs));
+    tq3_pack_signs(b, _mm256_maskz_mov_epi8(codes.negative, tq3_sign_bits()));
 }
 
 INLINE codes_x32 tq3_unpack(const tq3_block * b) {
-    codes_x32 codes = { tq3_unpack_indices(b), 0 };
-    memcpy(&codes.negative, b->signs, sizeof(b->signs));
-    return codes;
+    return (codes_x32){ tq3_unpack_indices(b), _mm256_test_epi8_mask(tq3_unpack_signs(b), tq3_sign_bits()) };
 }
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {
@@ -221,24 +219,6 @@ INLINE __m256 add_block_dot(__m256 sum, __m256i magnitude, __mmask32 negative, u
 
 DEFINE_TYPE(tq3, TQ3, 4)
 DEFINE_TYPE(tq4, TQ4, 8)
-
-#ifdef __AVX512VNNI__
-// Levels as unsigned bytes (level + 128) and a scale for each block, for the attention's int8 logits.
-#    define DEFINE_LEVELS(tq)                                                                                         \
-        void tq##_decode_levels_avx512(const void * src, uint8_t * levels, float * scales, int scale_stride, int n) { \
-            const tq##_block * blocks = src;                                                                          \
-            for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
-                const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
-                const __m256i   level = negate_where(tq##_lookup(codes.index_u8x32), codes.negative);                 \
-                _mm256_storeu_si256((__m256i *) (levels + ib * TQ_BLOCK),                                             \
-                                    _mm256_xor_si256(level, _mm256_set1_epi8(-128)));                                 \
-                scales[ib * scale_stride] = tq_fp16_to_float(blocks[ib].d) * TQ_LEVEL_STEP;                           \
-            }                                                                                                         \
-        }
-
-DEFINE_LEVELS(tq3)
-DEFINE_LEVELS(tq4)
-#endif
 
 void FN(tq_query_row)(const float * src, void * dst, int64_t n) {
     tq_query_block * blocks = dst;

@@ -82,7 +82,8 @@ static bool always(void) {
       runs_here,                                                      \
       { TQ_TYPE_KERNELS(tq3, suffix), TQ_TYPE_KERNELS(tq4, suffix) }, \
       tq_query_row_##suffix,                                          \
-      tq_attn_tile_##suffix }
+      tq_attn_tile_##suffix,                                          \
+      tq_attn_finish_##suffix }
 
 static const tq_kernels LEVELS[] = {
 #ifdef TQ_X86
@@ -251,22 +252,60 @@ void tq_query_row(const float * src, void * dst, int64_t n) {
     active->query_row(src, dst, n);
 }
 
+const tq_cache_type_info tq_cache_types[TQ_CACHE_COUNT] = {
+    [TQ_CACHE_TQ3]    = { sizeof(tq3_block), TQ_LEVEL_STEP, true },
+    [TQ_CACHE_TQ4]    = { sizeof(tq4_block), TQ_LEVEL_STEP, true },
+    [TQ_CACHE_Q4_0]   = { 18, 1.0f, false },
+    [TQ_CACHE_IQ4_NL] = { 18, 1.0f, false },
+    [TQ_CACHE_Q8_0]   = { 34, 1.0f, false },
+    [TQ_CACHE_F16]    = { 64, 1.0f, false },
+};
+
+size_t tq_cache_block_bytes(tq_cache_type type) {
+    return tq_cache_types[type].block_bytes;
+}
+
+// A block of a query in int8, as tq_query_row makes it, without the rotation.
+static void round_query(const float * query, tq_query_block * q) {
+    float max_abs = 0.0f;
+    for (int i = 0; i < TQ_BLOCK; i++) {
+        max_abs = fmaxf(max_abs, fabsf(query[i]));
+    }
+    q->d           = max_abs * (1.0f / 127.0f);
+    const float id = q->d >= 1e-30f ? 1.0f / q->d : 0.0f;
+    for (int i = 0; i < TQ_BLOCK; i++) {
+        q->qs[i] = (int8_t) lrintf(query[i] * id);
+    }
+}
+
 void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query) {
     const int        n_blocks = a->head_k / TQ_BLOCK;
     const int        row      = rows->n++;
+    const bool       rotates  = tq_cache_types[a->type_k].rotates;
     tq_query_block * q        = rows->query_i8 + row * n_blocks;
-    active->query_row(query, q, a->head_k);
+    float *          copy     = rows->query + row * a->head_k;
+    if (rotates) {
+        active->query_row(query, q, a->head_k);
+    } else {
+        memcpy(copy, query, (size_t) a->head_k * sizeof(float));
+    }
     for (int ib = 0; ib < n_blocks; ib++) {
         int32_t sum = 0;
+        if (!rotates) {
+            round_query(query + ib * TQ_BLOCK, &q[ib]);
+        }
         for (int i = 0; i < TQ_BLOCK; i++) {
             sum += q[ib].qs[i];
-            rows->query[row * a->head_k + ib * TQ_BLOCK + i] = q[ib].d * (float) q[ib].qs[i];
+            if (rotates) {
+                copy[ib * TQ_BLOCK + i] = q[ib].d * (float) q[ib].qs[i];
+            }
         }
         rows->query_sum[row * n_blocks + ib] = sum;
     }
-    rows->max[row]  = -INFINITY;
-    rows->sum[row]  = 0.0f;
-    rows->mask[row] = NULL;
+    rows->max[row]   = -INFINITY;
+    rows->sum[row]   = 0.0f;
+    rows->mask[row]  = NULL;
+    rows->slope[row] = 1.0f;
     memset(rows->acc + row * a->head_v, 0, (size_t) a->head_v * sizeof(float));
 }
 
@@ -275,9 +314,5 @@ void tq_attn_tile(const tq_attn * a, tq_attn_rows * rows, const char * keys, con
 }
 
 void tq_attn_finish(const tq_attn * a, float sum, const float * acc, float * dst) {
-    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-    for (int i = 0; i < a->head_v; i++) {
-        dst[i] = acc[i] * factor;
-    }
-    tq_unrotate_row_ref(dst, a->head_v);
+    active->attn_finish(a, sum, acc, dst);
 }

@@ -36,7 +36,20 @@ typedef struct {
     tq_type_kernels type[TQ_TYPE_COUNT];
     void (*query_row)(const float * src, void * dst, int64_t n);
     void (*attn_tile)(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys);
+    void (*attn_finish)(const tq_attn * a, float sum, const float * acc, float * dst);
 } tq_kernels;
+
+// What attention must know of a cache type; a scaled type's block starts with its fp16 scale.
+typedef struct {
+    size_t block_bytes;
+    float  unit;     // value = scale * level * unit
+    bool   rotates;  // values are stored rotated
+} tq_cache_type_info;
+
+extern const tq_cache_type_info tq_cache_types[TQ_CACHE_COUNT];
+
+// ggml's iq4_nl codebook (kvalues_iq4nl).
+static const int8_t TQ_IQ4_NL_LEVELS[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
 
 #define TQ_DECLARE_KERNELS(suffix)                                                                               \
     void tq3_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                    \
@@ -51,7 +64,8 @@ typedef struct {
                               int nrc);                                                                          \
     void tq_query_row_##suffix(const float * src, void * dst, int64_t n);                                        \
     void tq_attn_tile_##suffix(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values,   \
-                               int n_keys)
+                               int n_keys);                                                                     \
+    void tq_attn_finish_##suffix(const tq_attn * a, float sum, const float * acc, float * dst)
 
 TQ_DECLARE_KERNELS(ref);
 TQ_DECLARE_KERNELS(avx2);
@@ -60,9 +74,6 @@ TQ_DECLARE_KERNELS(avx512);
 TQ_DECLARE_KERNELS(neon);
 TQ_DECLARE_KERNELS(dotprod);
 
-void tq3_decode_levels_avx512(const void * src, uint8_t * levels, float * scales, int scale_stride, int n);
-void tq4_decode_levels_avx512(const void * src, uint8_t * levels, float * scales, int scale_stride, int n);
-void tq_unrotate_row_ref(float * y, int64_t n);
 
 static inline uint32_t tq_float_bits(float x) {
     uint32_t bits;

@@ -226,19 +226,22 @@ INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const int8_t * 
     return d;
 }
 
-// Bytes of all ones into bits, element 0 lowest.
-INLINE uint32_t bits_of_mask(uint8x16_t lo, uint8x16_t hi) {
-    const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
-    uint8x16_t       sum = vpaddq_u8(vandq_u8(lo, bit), vandq_u8(hi, bit));
-    sum                  = vpaddq_u8(sum, sum);
-    sum                  = vpaddq_u8(sum, sum);
-    return vgetq_lane_u32(vreinterpretq_u32_u8(sum), 0);
+// Bit j in the four bytes that hold elements 4j to 4j + 3: of elements 0-15, and of 16-31.
+INLINE uint8x16_t sign_bits_lo(void) {
+    return vreinterpretq_u8_u64(vcombine_u64(vdup_n_u64(0x0202020201010101), vdup_n_u64(0x0808080804040404)));
+}
+
+INLINE uint8x16_t sign_bits_hi(void) {
+    return vshlq_n_u8(sign_bits_lo(), 4);
 }
 
 INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
-    const uint8x16_t sign     = vdupq_n_u8(4);
-    const uint32_t   negative = bits_of_mask(vtstq_u8(codes.lo, sign), vtstq_u8(codes.hi, sign));
-    memcpy(b->signs, &negative, sizeof(b->signs));
+    const uint8x16_t sign = vdupq_n_u8(4);
+    const uint8x16_t lo   = vandq_u8(vtstq_u8(codes.lo, sign), sign_bits_lo());
+    const uint8x16_t hi   = vandq_u8(vtstq_u8(codes.hi, sign), sign_bits_hi());
+    // no two of the words that are added share a bit
+    const uint32_t signs = vaddvq_u32(vreinterpretq_u32_u8(vorrq_u8(lo, hi)));
+    memcpy(b->signs, &signs, sizeof(b->signs));
     // each insertion overwrites the sign bit of the one before; the last one's is shifted out
     uint8x8_t planes = vsli_n_u8(vget_low_u8(codes.lo), vget_high_u8(codes.lo), 2);
     planes           = vsli_n_u8(planes, vget_low_u8(codes.hi), 4);
@@ -246,19 +249,15 @@ INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
 }
 
 INLINE codes_x32 tq3_unpack(const tq3_block * b) {
-    uint32_t negative;
-    memcpy(&negative, b->signs, sizeof(negative));
+    uint32_t signs;
+    memcpy(&signs, b->signs, sizeof(signs));
     const uint8x16_t planes   = vcombine_u8(vld1_u8(b->qs), vld1_u8(b->qs));
     const uint8x16_t lo       = vshlq_u8(planes, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-2)));
     const uint8x16_t hi       = vshlq_u8(planes, vcombine_s8(vdup_n_s8(-4), vdup_n_s8(-6)));
-    // each sign byte to the eight lanes of its elements, then one bit per lane
-    const uint8x16_t signs    = vreinterpretq_u8_u32(vdupq_n_u32(negative));
-    const uint8x16_t signs_lo = vqtbl1q_u8(signs, vcombine_u8(vdup_n_u8(0), vdup_n_u8(1)));
-    const uint8x16_t signs_hi = vqtbl1q_u8(signs, vcombine_u8(vdup_n_u8(2), vdup_n_u8(3)));
-    const uint8x16_t bit      = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    const uint8x16_t bytes    = vreinterpretq_u8_u32(vdupq_n_u32(signs));
     const uint8x16_t sign = vdupq_n_u8(4), index = vdupq_n_u8(3);
-    return (codes_x32){ vbslq_u8(sign, vtstq_u8(signs_lo, bit), vandq_u8(lo, index)),
-                        vbslq_u8(sign, vtstq_u8(signs_hi, bit), vandq_u8(hi, index)) };
+    return (codes_x32){ vbslq_u8(sign, vtstq_u8(bytes, sign_bits_lo()), vandq_u8(lo, index)),
+                        vbslq_u8(sign, vtstq_u8(bytes, sign_bits_hi()), vandq_u8(hi, index)) };
 }
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {

@@ -172,7 +172,7 @@ void tq3_quantize_row_ref(const float * src, void * dst, int64_t n) {
         blocks[ib].d = c.d;
         for (int i = 0; i < TQ_BLOCK && c.d != 0; i++) {
             blocks[ib].qs[i % 8] |= (uint8_t) (c.index[i] << (i / 8 * 2));
-            blocks[ib].signs[i / 8] |= (uint8_t) (b.negative[i] << (i % 8));
+            blocks[ib].signs[i % 4] |= (uint8_t) (b.negative[i] << (i / 4));
         }
     }
 }
@@ -195,7 +195,7 @@ void tq4_quantize_row_ref(const float * src, void * dst, int64_t n) {
 
 static int tq3_level(const tq3_block * b, int i) {
     const int level = TQ3_LEVELS[(b->qs[i % 8] >> (i / 8 * 2)) & 3];
-    return (b->signs[i / 8] >> (i % 8)) & 1 ? -level : level;
+    return (b->signs[i % 4] >> (i / 4)) & 1 ? -level : level;
 }
 
 static int tq4_level(const tq4_block * b, int i) {
@@ -226,7 +226,7 @@ void tq4_decode_rotated_row_ref(const void * src, float * dst, int64_t n) {
     }
 }
 
-void tq_unrotate_row_ref(float * y, int64_t n) {
+static void unrotate_row(float * y, int64_t n) {
     for (int64_t i = 0; i < n; i += TQ_BLOCK) {
         unrotate(y + i);
     }
@@ -234,12 +234,12 @@ void tq_unrotate_row_ref(float * y, int64_t n) {
 
 void tq3_dequantize_row_ref(const void * src, float * dst, int64_t n) {
     tq3_decode_rotated_row_ref(src, dst, n);
-    tq_unrotate_row_ref(dst, n);
+    unrotate_row(dst, n);
 }
 
 void tq4_dequantize_row_ref(const void * src, float * dst, int64_t n) {
     tq4_decode_rotated_row_ref(src, dst, n);
-    tq_unrotate_row_ref(dst, n);
+    unrotate_row(dst, n);
 }
 
 // A query is rotated once per head and then dotted with every key in the rotated domain; int8 costs 3e-5 of its energy.

@@ -61,6 +61,26 @@ INLINE __m256i tq3_unpack_indices(const tq3_block * b) {
     return _mm256_and_si256(shifted, _mm256_set1_epi8(3));
 }
 
+// Bit j in the four bytes that hold elements 4j to 4j + 3.
+INLINE __m256i tq3_sign_bits(void) {
+    return _mm256_set_epi32((int) 0x80808080, 0x40404040, 0x20202020, 0x10101010, 0x08080808, 0x04040404, 0x02020202,
+                            0x01010101);
+}
+
+// From each element's bit or 0.
+INLINE void tq3_pack_signs(tq3_block * b, __m256i bit_u8x32) {
+    __m128i s = _mm_or_si128(_mm256_castsi256_si128(bit_u8x32), _mm256_extracti128_si256(bit_u8x32, 1));
+    s         = _mm_or_si128(s, _mm_unpackhi_epi64(s, s));
+    s         = _mm_or_si128(s, _mm_srli_epi64(s, 32));
+    const int signs = _mm_cvtsi128_si32(s);
+    memcpy(b->signs, &signs, sizeof(b->signs));
+}
+
+// The four sign bytes, for each four elements.
+INLINE __m256i tq3_unpack_signs(const tq3_block * b) {
+    return _mm256_broadcastd_epi32(four_bytes(b->signs));
+}
+
 INLINE void tq4_pack_codes(tq4_block * b, __m256i code_u8x32) {
     const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code_u8x32, 1), 4);
     _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code_u8x32), high));
