@@ -121,8 +121,8 @@ static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     return p;
 }
 
-static size_t space_bytes(void) {
-    return GGML_PAD(sizeof(tq_attn_rows), 64);  // no two threads on one cache line
+static tq_attn_rows * thread_space(const struct ggml_compute_params * params, int thread) {
+    return (tq_attn_rows *) GGML_PAD((uintptr_t) params->wdata, TQ_ALIGN) + thread;
 }
 
 static size_t partial_floats(const plan * p) {
@@ -136,7 +136,7 @@ size_t tq_work_size(int n_threads, const struct ggml_tensor * op) {
     const plan   p        = make_plan(n_threads, op);
     const size_t n_rows   = (size_t) (p.n_tokens * p.n_head * p.n_seq);
     const size_t partials = p.key_jobs > 1 ? n_rows * (size_t) p.key_jobs * partial_floats(&p) * sizeof(float) : 0;
-    return space_bytes() * (size_t) n_threads + partials;
+    return TQ_ALIGN + sizeof(tq_attn_rows) * (size_t) n_threads + partials;
 }
 
 typedef struct {
@@ -287,8 +287,8 @@ bool tq_compute_forward(const struct ggml_compute_params * params, struct ggml_t
         return false;
     }
     const plan     p        = make_plan(params->nth, op);
-    tq_attn_rows * rows     = (tq_attn_rows *) (void *) ((char *) params->wdata + space_bytes() * (size_t) params->ith);
-    float *        partials = (float *) (void *) ((char *) params->wdata + space_bytes() * (size_t) params->nth);
+    tq_attn_rows * rows     = thread_space(params, params->ith);
+    float *        partials = (float *) thread_space(params, params->nth);
     const int64_t  n_jobs   = p.token_jobs * p.n_head_kv * p.n_seq * p.key_jobs;
 
     if (params->ith == 0) {

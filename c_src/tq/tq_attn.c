@@ -3,11 +3,11 @@
 //
 // Keys and values of a tile are each decoded in one of two forms, by type and level (is_int8):
 //
-//   float   keys[i][key], values[key][i]. Multiplied in float32.
+//   float   keys[i][key], values[key][i]. Multiplied in float32. For few rows (by_rows) keys[key][i], or the cache itself.
 //   int8    Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the query's
 //           int8. Values as quads of four keys, values[block][quad][i][key], with value_scale[key] and
-//           value_ratio[block][key], the block's share of it in 1/2^15; multiplied by weights of 15 bits, a byte at a
-//           time. What is lost lies below 1e-8 of a row's energy, because weights are scaled for each row and tile.
+//           value_ratio[block][key], the block's share of it in 1/2^15; multiplied by weights of 15 bits. What is lost
+//           lies below 1e-8 of a row's energy, because weights are scaled for each row and tile.
 //
 // Rows are attended STEP at a time, from logits to values, while the tile is in the first cache.
 #include "tq_attn.h"
@@ -16,22 +16,33 @@
 
 #define STEP  4  // rows per pass; STEP * WIDTH accumulators and as many partners fit the registers
 #define WIDTH 2  // vectors per pass
-
 #define FOR_ROWS(r)  for (int r = 0; r < n_rows; r++)
 #define FOR_WIDTH(v) for (int v = 0; v < WIDTH; v++)
 
-// c[r][j] += a[r][k] * b[k][j] for WIDTH vectors of columns j.
-INLINE void multiply_add(int n_rows, const float * a, int lda, const float * b, int ldb, int n_k, float * c, int ldc) {
+// Rows of floats, or of the cache's fp16.
+typedef struct {
+    const char * base;
+    size_t       stride;
+    bool         is_f16;
+} float_rows;
+
+INLINE vf load_from(float_rows b, int row, int i) {
+    const char * p = b.base + (size_t) row * b.stride;
+    return b.is_f16 ? load_f16((const uint16_t *) (const void *) p + i) : load((const float *) (const void *) p + i);
+}
+
+// c[r][j] += a[r][k] * b[k][j] for WIDTH vectors of columns, from j on.
+INLINE void multiply_add(int n_rows, const float * a, int lda, float_rows b, int j, int n_k, float * c, int ldc) {
     vf sum[STEP][WIDTH];
     FOR_ROWS(r) {
         FOR_WIDTH(v) {
-            sum[r][v] = load(c + r * ldc + v * LANES);
+            sum[r][v] = load(c + r * ldc + j + v * LANES);
         }
     }
     for (int k = 0; k < n_k; k++) {
         vf bv[WIDTH];
         FOR_WIDTH(v) {
-            bv[v] = load(b + k * ldb + v * LANES);
+            bv[v] = load_from(b, k, j + v * LANES);
         }
         FOR_ROWS(r) {
             FOR_WIDTH(v) {
@@ -41,7 +52,7 @@ INLINE void multiply_add(int n_rows, const float * a, int lda, const float * b, 
     }
     FOR_ROWS(r) {
         FOR_WIDTH(v) {
-            store(c + r * ldc + v * LANES, sum[r][v]);
+            store(c + r * ldc + j + v * LANES, sum[r][v]);
         }
     }
 }
@@ -50,53 +61,68 @@ INLINE void multiply_add(int n_rows, const float * a, int lda, const float * b, 
 
 INLINE void float_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
                          float (*x)[TQ_TILE]) {
+    const float_rows keys = { (const char *) rows->keys, TQ_TILE * sizeof(float), false };
     memset(x, 0, (size_t) n_rows * sizeof(*x));
     for (int k = 0; k < n_keys; k += WIDTH * LANES) {
-        multiply_add(n_rows, rows->query + first * a->head_k, a->head_k, rows->keys + k, TQ_TILE, a->head_k, x[0] + k,
-                     TQ_TILE);
+        multiply_add(n_rows, rows->query + first * a->head_k, a->head_k, keys, k, a->head_k, x[0], TQ_TILE);
+    }
+}
+
+INLINE void row_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
+                       float_rows keys, float (*x)[TQ_TILE]) {
+    const float * query = rows->query + first * a->head_k;
+    for (int k = 0; k < n_keys; k++) {
+        vf sum[STEP] = { 0 };
+        for (int i = 0; i < a->head_k; i += LANES) {
+            const vf key = load_from(keys, k, i);
+            FOR_ROWS(r) {
+                sum[r] += load(query + r * a->head_k + i) * key;
+            }
+        }
+        FOR_ROWS(r) {
+            x[r][k] = sum_lanes(sum[r]);
+        }
     }
 }
 
 #ifdef TQ_INT8
 // WIDTH vectors of keys with one block of the queries, added to sum.
-INLINE void add_block_logits(int n_rows, const tq_query_block * q, const int32_t * q_sum, int n_blocks,
-                             const char * keys, const float * key_scale, vf (*sum)[WIDTH]) {
-    vi dot[STEP][WIDTH];
+INLINE void add_block_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int block, int key,
+                             vf (*sum)[WIDTH]) {
+    const int    n_blocks = a->head_k / TQ_BLOCK;
+    const char * keys     = (const char *) rows->keys + (block * TQ_BLOCK * TQ_TILE + key * 4);
+    vi           dot[STEP][WIDTH];
     FOR_ROWS(r) {
         FOR_WIDTH(v) {
-            dot[r][v] = splat_i32(-KEY_BIAS * q_sum[r * n_blocks]);
+            dot[r][v] = splat_i32(-KEY_BIAS * rows->query_sum[(first + r) * n_blocks + block]);
         }
     }
     for (int w = 0; w < TQ_BLOCK / 4; w++) {
-        vi key[WIDTH];
+        operand k[WIDTH];
         FOR_WIDTH(v) {
-            key[v] = load_i32(keys + (w * TQ_TILE + v * LANES) * 4);
+            k[v] = load_operand(keys + (w * TQ_TILE + v * LANES) * 4);
         }
         FOR_ROWS(r) {
-            int32_t word;
-            memcpy(&word, q[r * n_blocks].qs + w * 4, sizeof(word));
+            const int at = (first + r) * n_blocks + block;
             FOR_WIDTH(v) {
-                dot[r][v] = dot_key(dot[r][v], key[v], word);
+                dot[r][v] = dot_key(dot[r][v], k[v], rows->query_i8[at].qs + w * 4, rows->query_i16[at] + w * 4);
             }
         }
     }
     FOR_ROWS(r) {
         FOR_WIDTH(v) {
-            sum[r][v] += to_float(dot[r][v]) * (load(key_scale + v * LANES) * q[r * n_blocks].d);
+            const vf scale = load(rows->key_scale + block * TQ_TILE + key + v * LANES);
+            sum[r][v] += to_float(dot[r][v]) * (scale * rows->query_i8[(first + r) * n_blocks + block].d);
         }
     }
 }
 
 INLINE void int8_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
                         float (*x)[TQ_TILE]) {
-    const int              n_blocks = a->head_k / TQ_BLOCK;
-    const tq_query_block * q        = rows->query_i8 + first * n_blocks;
-    const int32_t *        q_sum    = rows->query_sum + first * n_blocks;
     for (int k = 0; k < n_keys; k += WIDTH * LANES) {
         vf sum[STEP][WIDTH] = { 0 };
-        for (int b = 0; b < n_blocks; b++) {
-            add_block_logits(n_rows, q + b, q_sum + b, n_blocks, (const char *) rows->keys + (b * TQ_BLOCK * TQ_TILE + k * 4),
-                             rows->key_scale + b * TQ_TILE + k, sum);
+        for (int b = 0; b < a->head_k / TQ_BLOCK; b++) {
+            add_block_logits(a, rows, first, n_rows, b, k, sum);
         }
         FOR_ROWS(r) {
             FOR_WIDTH(v) {
@@ -176,15 +202,14 @@ INLINE float softmax_row(const tq_attn * a, tq_attn_rows * rows, int r, int n_ke
 // ---- acc += weight * value ----
 
 INLINE void add_float_values(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, int n_keys,
-                             float (*x)[TQ_TILE], const float * factor) {
+                             float_rows values, float (*x)[TQ_TILE], const float * factor) {
     FOR_ROWS(r) {
         for (int k = 0; k < TQ_TILE; k += LANES) {
             store(x[r] + k, load(x[r] + k) * factor[r]);
         }
     }
     for (int i = 0; i < a->head_v; i += WIDTH * LANES) {
-        multiply_add(n_rows, x[0], TQ_TILE, rows->values + i, a->head_v, n_keys, rows->acc + first * a->head_v + i,
-                     a->head_v);
+        multiply_add(n_rows, x[0], TQ_TILE, values, i, n_keys, rows->acc + first * a->head_v, a->head_v);
     }
 }
 
@@ -205,27 +230,27 @@ INLINE float quantise_weights(const tq_attn_rows * rows, float * x, int16_t * we
     return max * (1.0f / WEIGHT_ONE) * (32768.0f / RATIO_ONE);
 }
 
-// One block of WIDTH * LANES values of the tile.
+// WIDTH * LANES values of a block.
 INLINE void add_quads(int n_rows, int n_keys, const char * values, int32_t (*words)[TQ_TILE / 2], const float * unit,
                       float * acc, int stride) {
-    vi lo[STEP][WIDTH] = { 0 }, hi[STEP][WIDTH] = { 0 };
-    for (int quad = 0; quad < (n_keys + 3) / 4; quad++) {
-        vi value[WIDTH];
-        FOR_WIDTH(v) {
-            value[v] = load_i32(values + (quad * TQ_BLOCK + v * LANES) * 4);
-        }
-        FOR_ROWS(r) {
-            const int32_t * word = words[r] + quad / 2 * 4 + quad % 2;
+    weighted sum[STEP][WIDTH] = { 0 };
+    for (int k = 0; k < n_keys; k += 8) {  // the second quad may lie past the end, where weights are 0
+        for (int quad = 0; quad < 2; quad++) {
+            operand value[WIDTH];
             FOR_WIDTH(v) {
-                lo[r][v] = dot_value(lo[r][v], value[v], word[0]);
-                hi[r][v] = dot_value(hi[r][v], value[v], word[2]);
+                value[v] = load_operand(values + (k + quad * 4) * TQ_BLOCK + v * LANES * 4);
+            }
+            FOR_ROWS(r) {
+                FOR_WIDTH(v) {
+                    sum[r][v] = dot_value(sum[r][v], value[v], words[r] + k / 2 + quad);
+                }
             }
         }
     }
     FOR_ROWS(r) {
         FOR_WIDTH(v) {
             float * out = acc + r * stride + v * LANES;
-            store(out, load(out) + to_float(hi[r][v] * 256 + lo[r][v]) * unit[r]);
+            store(out, load(out) + to_float(total(sum[r][v])) * unit[r]);
         }
     }
 }
@@ -252,47 +277,69 @@ INLINE void add_int8_values(const tq_attn * a, tq_attn_rows * rows, int first, i
 
 // ---- a tile ----
 
-INLINE void attend_rows(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, int n_keys) {
-    float x[STEP][TQ_TILE];
-    float factor[STEP];
+INLINE void logits(const tile * t, tq_attn_rows * rows, int first, int n_rows, float (*x)[TQ_TILE]) {
+    const tq_attn * a = t->attn;
 #ifdef TQ_INT8
     if (is_int8(a->type_k)) {
-        int8_logits(a, rows, first, n_rows, n_keys, x);
-    } else
+        int8_logits(a, rows, first, n_rows, t->n_keys, x);
+        return;
+    }
 #endif
-    {
-        float_logits(a, rows, first, n_rows, n_keys, x);
+    if (!by_rows(a->type_k, rows->n)) {
+        float_logits(a, rows, first, n_rows, t->n_keys, x);
+    } else if (a->type_k == TQ_CACHE_F16) {
+        row_logits(a, rows, first, n_rows, t->n_keys, (float_rows) { t->keys, a->stride_k, true }, x);
+    } else {
+        const float_rows keys = { (const char *) rows->keys, (size_t) a->head_k * sizeof(float), false };
+        row_logits(a, rows, first, n_rows, t->n_keys, keys, x);
     }
-    FOR_ROWS(r) {
-        factor[r] = softmax_row(a, rows, first + r, n_keys, x[r]);
-    }
+}
+
+INLINE void add_values(const tile * t, tq_attn_rows * rows, int first, int n_rows, float (*x)[TQ_TILE],
+                       const float * factor) {
+    const tq_attn * a = t->attn;
 #ifdef TQ_INT8
     if (is_int8(a->type_v)) {
-        add_int8_values(a, rows, first, n_rows, n_keys, x, factor);
-    } else
-#endif
-    {
-        add_float_values(a, rows, first, n_rows, n_keys, x, factor);
+        add_int8_values(a, rows, first, n_rows, t->n_keys, x, factor);
+        return;
     }
+#endif
+    if (a->type_v == TQ_CACHE_F16 && by_rows(a->type_v, rows->n)) {
+        add_float_values(a, rows, first, n_rows, t->n_keys, (float_rows) { t->values, a->stride_v, true }, x, factor);
+    } else {
+        const float_rows values = { (const char *) rows->values, (size_t) a->head_v * sizeof(float), false };
+        add_float_values(a, rows, first, n_rows, t->n_keys, values, x, factor);
+    }
+}
+
+INLINE void attend_rows(const tile * t, tq_attn_rows * rows, int first, int n_rows) {
+    TQ_ALIGNED float x[STEP][TQ_TILE];
+    float            factor[STEP];
+    logits(t, rows, first, n_rows, x);
+    FOR_ROWS(r) {
+        factor[r] = softmax_row(t->attn, rows, first + r, t->n_keys, x[r]);
+    }
+    add_values(t, rows, first, n_rows, x, factor);
 }
 
 // The number of rows must be known to the compiler, for the accumulators to live in registers.
 void FN(tq_attn_tile)(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys) {
-    decode_keys(a, rows, keys, n_keys);
-    decode_values(a, rows, values, n_keys);
+    const tile t = { a, keys, values, n_keys };
+    decode_keys(&t, rows);
+    decode_values(&t, rows);
     int r = 0;
     for (; r + STEP <= rows->n; r += STEP) {
-        attend_rows(a, rows, r, STEP, n_keys);
+        attend_rows(&t, rows, r, STEP);
     }
     switch (rows->n - r) {
         case 3:
-            attend_rows(a, rows, r, 3, n_keys);
+            attend_rows(&t, rows, r, 3);
             break;
         case 2:
-            attend_rows(a, rows, r, 2, n_keys);
+            attend_rows(&t, rows, r, 2);
             break;
         case 1:
-            attend_rows(a, rows, r, 1, n_keys);
+            attend_rows(&t, rows, r, 1);
             break;
         default:
             break;

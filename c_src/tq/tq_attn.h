@@ -37,23 +37,30 @@ typedef struct {
     float         softcap;  // logit = softcap * tanh(scale * q.k / softcap); 0: no cap
 } tq_attn;
 
+#define TQ_ALIGN 64  // of tq_attn_rows: a vector on two cache lines costs twice
+
+#if defined(__GNUC__)
+#    define TQ_ALIGNED __attribute__((aligned(TQ_ALIGN)))
+#endif
+
 // A set of query rows with their state, and what one thread needs to attend a tile. About 1.3 MB: not for the stack.
 typedef struct {
-    int              n;
-    float            max[TQ_MAX_ROWS];
-    float            sum[TQ_MAX_ROWS];
-    const uint16_t * mask[TQ_MAX_ROWS];   // a row's fp16 mask over the tile, or NULL: all of it is seen
-    float            slope[TQ_MAX_ROWS];  // the mask's factor (ALiBi); 1 elsewhere
-    float            query[TQ_MAX_ROWS * TQ_MAX_HEAD];                 // [n][head_k]
-    tq_query_block   query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];   // [n][head_k / 32]
-    int32_t          query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];  // of each block's int8
-    float            acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                   // [n][head_v]
+    int                n;
+    float              max[TQ_MAX_ROWS];
+    float              sum[TQ_MAX_ROWS];
+    const uint16_t *   mask[TQ_MAX_ROWS];   // a row's fp16 mask over the tile, or NULL: all of it is seen
+    float              slope[TQ_MAX_ROWS];  // the mask's factor (ALiBi); 1 elsewhere
+    TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];                 // [n][head_k]
+    tq_query_block     query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];   // [n][head_k / 32]
+    int16_t            query_i16[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK][TQ_BLOCK];  // the same; of each four 0, 2, 1, 3
+    int32_t            query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];  // of each block's int8
+    TQ_ALIGNED float   acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                   // [n][head_v]
     // The decoded tile; what it holds depends on the type and the SIMD level (tq_attn.c).
-    float            keys[TQ_TILE * TQ_MAX_HEAD];
-    float            key_scale[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
-    float            values[TQ_TILE * TQ_MAX_HEAD];
-    int16_t          value_ratio[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
-    float            value_scale[TQ_TILE];
+    TQ_ALIGNED float   keys[TQ_TILE * TQ_MAX_HEAD];
+    TQ_ALIGNED float   values[TQ_TILE * TQ_MAX_HEAD];
+    TQ_ALIGNED float   key_scale[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
+    TQ_ALIGNED int16_t value_ratio[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
+    TQ_ALIGNED float   value_scale[TQ_TILE];
 } tq_attn_rows;
 
 // Bytes of TQ_BLOCK values in a cache.

@@ -296,6 +296,8 @@ void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query
         }
         for (int i = 0; i < TQ_BLOCK; i++) {
             sum += q[ib].qs[i];
+            // of four elements the even ones, then the odd ones: as sign extension in place leaves a key's
+            rows->query_i16[row * n_blocks + ib][(i & ~3) | (i & 1) << 1 | (i & 2) >> 1] = q[ib].qs[i];
             if (rotates) {
                 copy[ib * TQ_BLOCK + i] = q[ib].d * (float) q[ib].qs[i];
             }

@@ -5,28 +5,42 @@
 
 #include "tq_vec.h"
 
+// Whether float keys and values are read as they are, f16 from the cache itself: for a few rows it does not pay to
+// transpose keys, nor to write f16 down as float. Where the two cost the same was measured (docs/attention.md).
+INLINE bool by_rows(tq_cache_type type, int n_rows) {
+    return n_rows <= (type == TQ_CACHE_F16 ? 8 : 2);
+}
+
+typedef struct {
+    const tq_attn * attn;
+    const char *    keys;
+    const char *    values;
+    int             n_keys;
+} tile;
+
 // Rows of the tile; those past its end repeat the last one, so that decoders work on whole vectors and read no further.
 typedef struct {
     const char * row[TQ_TILE];
+    size_t       stride;
+    int          n_keys;
     int          n;  // rows to decode, a multiple of what the kernels take at once
 } tile_rows;
 
-INLINE size_t row_bytes(tq_cache_type type, int head) {
-    return (size_t) (head / TQ_BLOCK) * tq_cache_types[type].block_bytes;
-}
-
-// Finds the rows, and asks for those of the next tile: decoding runs ahead of the memory otherwise. Into the second
-// cache, whose queue is the longer one; that took decoding from 8.5 to 5.7 ns a key and row with the cache in memory.
-INLINE tile_rows find_rows(const char * base, size_t stride, size_t row_bytes, int n_keys) {
+INLINE tile_rows find_rows(const char * base, size_t stride, int n_keys) {
     tile_rows t;
-    t.n = n_keys <= TQ_TILE / 2 ? TQ_TILE / 2 : TQ_TILE;
+    t.stride = stride;
+    t.n_keys = n_keys;
+    t.n      = n_keys <= TQ_TILE / 2 ? TQ_TILE / 2 : TQ_TILE;
     for (int k = 0; k < t.n; k++) {
         t.row[k] = base + (size_t) (k < n_keys ? k : n_keys - 1) * stride;
-        for (size_t i = 0; i < row_bytes; i += 64) {
-            __builtin_prefetch((const void *) ((uintptr_t) t.row[k] + TQ_TILE * stride + i), 0, 2);
-        }
     }
     return t;
+}
+
+// Asks for a block of the next tile, while this one's is decoded: a cache that is larger than the processor's own is
+// read from memory, in pieces too short for the hardware to foresee. Into the second cache, whose queue is the longer.
+INLINE void prefetch_next(const char * row, size_t stride, size_t offset) {
+    __builtin_prefetch((const void *) ((uintptr_t) row + TQ_TILE * stride + offset), 0, 2);
 }
 
 // ---- float ----
@@ -71,13 +85,16 @@ INLINE void decode_f16(const char * src, float * dst) {
     }
 }
 
-#define DECODE_BLOCKS(type)                                                                     \
-    for (int b = 0; b < n / TQ_BLOCK; b++) {                                                    \
+#define DECODE_BLOCKS(type)                                                                        \
+    for (int b = 0; b < n / TQ_BLOCK; b++) {                                                       \
         decode_##type(src + (size_t) b * tq_cache_types[type_id].block_bytes, dst + b * TQ_BLOCK); \
-    }                                                                                           \
+    }                                                                                              \
     break
 
-static void decode_row(tq_cache_type type_id, const char * src, float * dst, int n) {
+static void decode_row(tq_cache_type type_id, const char * src, size_t stride, float * dst, int n) {
+    for (int b = 0; b < n / TQ_BLOCK; b++) {
+        prefetch_next(src, stride, (size_t) b * tq_cache_types[type_id].block_bytes);
+    }
     switch (type_id) {
         case TQ_CACHE_TQ3:
             FN(tq3_decode_rotated_row)(src, dst, n);
@@ -102,7 +119,7 @@ static void decode_float_keys(const tq_attn * a, tq_attn_rows * rows, const tile
     const char * row[LANES];
     for (int k = 0; k < t->n; k += LANES) {
         for (int j = 0; j < LANES; j++) {
-            decode_row(a->type_k, t->row[k + j], key[j], a->head_k);
+            decode_row(a->type_k, t->row[k + j], t->stride, key[j], a->head_k);
             row[j] = (const char *) key[j];
         }
         for (int i = 0; i < a->head_k; i += 4) {
@@ -118,9 +135,9 @@ static void decode_float_keys(const tq_attn * a, tq_attn_rows * rows, const tile
     }
 }
 
-static void decode_float_values(const tq_attn * a, tq_attn_rows * rows, const tile_rows * t, int n_keys) {
-    for (int k = 0; k < n_keys; k++) {
-        decode_row(a->type_v, t->row[k], rows->values + k * a->head_v, a->head_v);
+static void decode_float_rows(tq_cache_type type, int head, const tile_rows * t, float * out) {
+    for (int k = 0; k < t->n_keys; k++) {
+        decode_row(type, t->row[k], t->stride, out + k * head, head);
     }
 }
 
@@ -185,28 +202,38 @@ INLINE void key_words(tq_cache_type type, const int8_t * table, const char * con
     }
 }
 
-static void gather_scales(const tile_rows * t, size_t offset, uint16_t * scales) {
-    for (int k = 0; k < t->n; k++) {
-        memcpy(&scales[k], t->row[k] + offset, sizeof(scales[k]));
+typedef uint16_t tile_scales[TQ_MAX_HEAD / TQ_BLOCK][TQ_TILE];
+
+static void gather_scales(const tile_rows * t, size_t block_bytes, int n_blocks, tile_scales scales) {
+    for (int b = 0; b < n_blocks; b++) {
+        const size_t offset = (size_t) b * block_bytes;
+#    pragma GCC unroll 8
+        for (int k = 0; k < t->n; k++) {
+            memcpy(&scales[b][k], t->row[k] + offset, sizeof(scales[b][k]));
+        }
     }
 }
 
 INLINE void decode_int8_keys(tq_cache_type type, const tq_attn * a, tq_attn_rows * rows, const tile_rows * t) {
-    const tq_cache_type_info * info = &tq_cache_types[type];
+    const tq_cache_type_info * info     = &tq_cache_types[type];
+    const int                  n_blocks = a->head_k / TQ_BLOCK;
     int8_t                     table[16];
-    uint16_t                   scales[TQ_TILE];
+    tile_scales                scales;
     make_table(type, KEY_BIAS, table);
-    for (int b = 0; b < a->head_k / TQ_BLOCK; b++) {
+    gather_scales(t, info->block_bytes, n_blocks, scales);
+    for (int b = 0; b < n_blocks; b++) {
         const size_t offset = (size_t) b * info->block_bytes;
-        gather_scales(t, offset, scales);
         for (int k = 0; k < t->n; k += LANES) {
             vi     w[8];
             char * out = (char *) rows->keys + (b * TQ_BLOCK * TQ_TILE + k * 4);
+            for (int j = 0; j < LANES; j++) {
+                prefetch_next(t->row[k + j], t->stride, offset);
+            }
             key_words(type, table, t->row + k, offset + 2, w);
             for (int j = 0; j < 8; j++) {
                 store_i32(out + j * TQ_TILE * 4, w[j]);
             }
-            store(rows->key_scale + b * TQ_TILE + k, load_f16(scales + k) * info->unit);
+            store(rows->key_scale + b * TQ_TILE + k, load_f16(scales[b] + k) * info->unit);
         }
     }
 }
@@ -215,10 +242,8 @@ INLINE void decode_int8_keys(tq_cache_type type, const tq_attn * a, tq_attn_rows
 static void decode_value_scales(const tq_attn * a, tq_attn_rows * rows, const tile_rows * t) {
     const tq_cache_type_info * info     = &tq_cache_types[a->type_v];
     const int                  n_blocks = a->head_v / TQ_BLOCK;
-    uint16_t                   scales[TQ_MAX_HEAD / TQ_BLOCK][TQ_TILE];
-    for (int b = 0; b < n_blocks; b++) {
-        gather_scales(t, (size_t) b * info->block_bytes, scales[b]);
-    }
+    tile_scales                scales;
+    gather_scales(t, info->block_bytes, n_blocks, scales);
     for (int k = 0; k < t->n; k += LANES) {
         vf max = splat(0.0f);
         for (int b = 0; b < n_blocks; b++) {
@@ -271,18 +296,21 @@ INLINE void value_quads(tq_cache_type type, const int8_t * table, const char * c
     }
 }
 
-INLINE void decode_int8_values(tq_cache_type type, const tq_attn * a, tq_attn_rows * rows, const tile_rows * t,
-                               int n_keys) {
+INLINE void decode_int8_values(tq_cache_type type, const tq_attn * a, tq_attn_rows * rows, const tile_rows * t) {
     int8_t table[16];
     make_table(type, 0, table);
-    for (int b = 0; b < a->head_v / TQ_BLOCK; b++) {
-        const size_t offset = (size_t) b * tq_cache_types[type].block_bytes;
-        char *       out    = (char *) rows->values + b * TQ_BLOCK * TQ_TILE;
-        for (int k = 0; k < n_keys; k += 4) {
-            vi quads[TQ_BLOCK / LANES];
-            value_quads(type, table, t->row + k, offset, quads);
+    for (int k = 0; k < t->n_keys; k += 4) {
+        const char * const row[4] = { t->row[k], t->row[k + 1], t->row[k + 2], t->row[k + 3] };
+        for (int b = 0; b < a->head_v / TQ_BLOCK; b++) {
+            const size_t offset = (size_t) b * tq_cache_types[type].block_bytes;
+            char *       out    = (char *) rows->values + (b * TQ_TILE + k) * TQ_BLOCK;
+            vi           quads[TQ_BLOCK / LANES];
+            for (int j = 0; j < 4; j++) {
+                prefetch_next(row[j], t->stride, offset);
+            }
+            value_quads(type, table, row, offset, quads);
             for (int i = 0; i < TQ_BLOCK / LANES; i++) {
-                store_i32(out + k * TQ_BLOCK + i * LANES * 4, quads[i]);
+                store_i32(out + i * LANES * 4, quads[i]);
             }
         }
     }
@@ -302,8 +330,9 @@ INLINE void decode_int8_values(tq_cache_type type, const tq_attn * a, tq_attn_ro
 
 #endif
 
-static void decode_keys(const tq_attn * a, tq_attn_rows * rows, const char * keys, int n_keys) {
-    const tile_rows t = find_rows(keys, a->stride_k, row_bytes(a->type_k, a->head_k), n_keys);
+static void decode_keys(const tile * tile, tq_attn_rows * rows) {
+    const tq_attn * a = tile->attn;
+    const tile_rows t = find_rows(tile->keys, a->stride_k, tile->n_keys);
 #ifdef TQ_INT8
 #    define ROW(type)                            \
         case type:                               \
@@ -312,23 +341,30 @@ static void decode_keys(const tq_attn * a, tq_attn_rows * rows, const char * key
     FOR_EACH_INT8_TYPE(a->type_k, ROW)
 #    undef ROW
 #endif
-    decode_float_keys(a, rows, &t);
+    if (!by_rows(a->type_k, rows->n)) {
+        decode_float_keys(a, rows, &t);
+    } else if (a->type_k != TQ_CACHE_F16) {
+        decode_float_rows(a->type_k, a->head_k, &t, rows->keys);
+    }
 }
 
-static void decode_values(const tq_attn * a, tq_attn_rows * rows, const char * values, int n_keys) {
-    const tile_rows t = find_rows(values, a->stride_v, row_bytes(a->type_v, a->head_v), n_keys);
+static void decode_values(const tile * tile, tq_attn_rows * rows) {
+    const tq_attn * a = tile->attn;
+    const tile_rows t = find_rows(tile->values, a->stride_v, tile->n_keys);
 #ifdef TQ_INT8
     if (is_int8(a->type_v)) {
         decode_value_scales(a, rows, &t);
     }
-#    define ROW(type)                                      \
-        case type:                                         \
-            decode_int8_values(type, a, rows, &t, n_keys); \
+#    define ROW(type)                              \
+        case type:                                 \
+            decode_int8_values(type, a, rows, &t); \
             return
     FOR_EACH_INT8_TYPE(a->type_v, ROW)
 #    undef ROW
 #endif
-    decode_float_values(a, rows, &t, n_keys);
+    if (a->type_v != TQ_CACHE_F16 || !by_rows(a->type_v, rows->n)) {
+        decode_float_rows(a->type_v, a->head_v, &t, rows->values);
+    }
 }
 
 #endif  // TQ_TILE_H
