@@ -14,22 +14,9 @@ INLINE float sum_f32x8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
 }
 
-INLINE int first_of_largest(__m256 score) {
-    __m256 m = _mm256_max_ps(score, _mm256_permute2f128_ps(score, score, 1));
-    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0x4e));
-    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0xb1));
-    return __builtin_ctz((unsigned) _mm256_movemask_ps(_mm256_cmp_ps(score, m, _CMP_EQ_OQ)));
-}
-
-// The candidate scale that leaves the least error, refitted, from each candidate's x.L and L.L.
-INLINE uint16_t best_scale(__m256i dot_i32x8, __m256i norm_i32x8, float rms) {
-    int32_t dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
-    _mm256_storeu_si256((__m256i *) dot, dot_i32x8);
-    _mm256_storeu_si256((__m256i *) norm, norm_i32x8);
-    const __m256 dot_f32x8 = _mm256_cvtepi32_ps(dot_i32x8);
-    const __m256 score     = _mm256_div_ps(_mm256_mul_ps(dot_f32x8, dot_f32x8), _mm256_cvtepi32_ps(norm_i32x8));
-    const int    best      = first_of_largest(score);
-    return tq_refit_scale(dot[best], norm[best], rms);
+// The smallest of eight uint16, the first of equals.
+INLINE int first_of_smallest(__m128i v_u16x8) {
+    return _mm_extract_epi16(_mm_minpos_epu16(v_u16x8), 1);
 }
 
 // _mm_loadu_si32 came late to gcc
