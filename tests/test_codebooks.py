@@ -168,7 +168,7 @@ def test_steps(bits):
     assert np.abs(table.edges - per_level * (levels[1:] + levels[:-1]) / 2).max() <= 0.25
     assert len(set(table.edges // 16)) == len(table.edges)
     largest_residual = 2 * table.steps_of_largest.max() + 1 - table.half_steps * levels[-1]
-    assert -128 <= 1 - table.half_steps * levels[0] and largest_residual <= 127
+    assert 1 - table.half_steps * levels[0] >= -128 and largest_residual <= 127
 
 
 @pytest.mark.parametrize("bits", [3, 4])

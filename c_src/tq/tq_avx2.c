@@ -16,7 +16,7 @@ typedef struct {
     __m256i v[4];  // as f32x32
 } i32x32;
 
-// Magnitude index and sign (bit 7 set: negative; decoded ones 0xff or 0) of 32 codes, in element order.
+// Magnitude index and sign (0xff: negative; in the encoder bit 7 alone says it) of 32 codes, in element order.
 typedef struct {
     __m256i index_u8x32;
     __m256i negative_u8x32;
@@ -97,13 +97,8 @@ INLINE f32x32 abs_f32x32(f32x32 y) {
     return y;
 }
 
-INLINE f32x32 scaled_abs(f32x32 y, float factor) {
-    return scale_by(abs_f32x32(y), factor);
-}
-
-// As integers, so that NaN is the largest.
-INLINE float max_abs_f32x32(f32x32 y) {
-    const f32x32  a  = abs_f32x32(y);
+// Of magnitudes. As integers, so that NaN is the largest.
+INLINE float largest_of(f32x32 a) {
     const __m256i lo = _mm256_max_epi32(_mm256_castps_si256(a.v[0]), _mm256_castps_si256(a.v[1]));
     const __m256i hi = _mm256_max_epi32(_mm256_castps_si256(a.v[2]), _mm256_castps_si256(a.v[3]));
     const __m256i m  = _mm256_max_epi32(lo, hi);
@@ -141,12 +136,13 @@ INLINE i32x32 truncate_f32x32(f32x32 y) {
     return t;
 }
 
-INLINE i32x32 float_bits(f32x32 y) {
+// Bit 7 of each byte is the sign of the float.
+INLINE __m256i pack_signs(f32x32 y) {
     i32x32 t;
     for (int i = 0; i < 4; i++) {
         t.v[i] = _mm256_castps_si256(y.v[i]);
     }
-    return t;
+    return pack_signed(t);
 }
 
 INLINE __m256i look_up(const uint8_t * table16, __m256i index_u8x32) {
@@ -169,9 +165,9 @@ INLINE int search_scale(__m256i bucket_u8x32, const tq_encoder * e) {
     const __m256i high    = _mm256_sub_epi8(bucket_u8x32, _mm256_set1_epi8(16));     // bit 7 set below 16
     __m256i       sums[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };      // four candidates in 64 bits
     for (int k = TQ_N_CANDIDATES - 1; k >= 0; k--) {
-        const __m256i error = _mm256_or_si256(look_up(e->errors[k], low), look_up(e->errors[k] + 16, high));
-        const __m256i sum   = _mm256_sad_epu8(error, _mm256_setzero_si256());
-        sums[k / 4]         = _mm256_or_si256(_mm256_slli_epi64(sums[k / 4], 16), sum);
+        // one of the two is 0, so their distance is the other
+        const __m256i sum = _mm256_sad_epu8(look_up(e->errors[k], low), look_up(e->errors[k] + 16, high));
+        sums[k / 4]       = _mm256_or_si256(_mm256_slli_epi64(sums[k / 4], 16), sum);
     }
     return first_of_smallest(
         add_halves(_mm256_unpacklo_epi64(sums[0], sums[1]), _mm256_unpackhi_epi64(sums[0], sums[1])));
@@ -193,37 +189,59 @@ INLINE __m256i code_steps(__m256i steps_u8x32, const tq_encoder * e, int32_t dot
     return index;
 }
 
-// The codes of n blocks and their scales. Every step is done for all of them before the next step: the steps of one
-// block are a long chain of instructions that wait for each other, the blocks do not.
-INLINE void encode_batch(const float * x, int n, const tq_encoder * e, codes_x32 * codes, uint16_t * d) {
-    f32x32 y[BATCH];
-    float  largest[BATCH];
+// Every step is done for all blocks of a batch before the next step: the steps of one block are a long chain of
+// instructions that wait for each other, the blocks do not.
+typedef struct {
+    f32x32 magnitude[BATCH];
+    float  largest[BATCH], inverse[BATCH];  // inverse = 1 / largest
     int    best[BATCH];
+} batch;
+
+INLINE void transform_batch(const float * x, int n, batch * t, codes_x32 * codes) {
     for (int i = 0; i < n; i++) {
-        y[i]       = load_transformed(x + i * TQ_BLOCK, false);
-        largest[i] = max_abs_f32x32(y[i]);
-        if (!(largest[i] <= TQ_SAFE_LARGEST)) {
-            y[i]       = load_transformed(x + i * TQ_BLOCK, true);
-            largest[i] = max_abs_f32x32(y[i]);
+        f32x32 y        = load_transformed(x + i * TQ_BLOCK, false);
+        t->magnitude[i] = abs_f32x32(y);
+        t->largest[i]   = largest_of(t->magnitude[i]);
+        if (!(t->largest[i] <= TQ_SAFE_LARGEST)) {
+            y               = load_transformed(x + i * TQ_BLOCK, true);
+            t->magnitude[i] = abs_f32x32(y);
+            t->largest[i]   = largest_of(t->magnitude[i]);
         }
-    }
-    for (int i = 0; i < n; i++) {
-        const float factor = (TQ_N_BUCKETS - 1) * (1.0f / largest[i]);
-        best[i]            = search_scale(pack_unsigned(round_f32x32(scaled_abs(y[i], factor))), e);
-    }
-    for (int i = 0; i < n; i++) {
-        const float   factor = e->steps[best[i]] * (1.0f / largest[i]);
-        const __m256i steps  = pack_unsigned(truncate_f32x32(scaled_abs(y[i], factor)));
-        int32_t       dot_norm[2];
-        codes[i].index_u8x32    = in_element_order(code_steps(steps, e, dot_norm));
-        codes[i].negative_u8x32 = in_element_order(pack_signed(float_bits(y[i])));
-        d[i]                    = tq_fit_scale(e, best[i], largest[i], dot_norm[0], dot_norm[1]);
+        t->inverse[i]           = 1.0f / t->largest[i];
+        codes[i].negative_u8x32 = in_element_order(pack_signs(y));
     }
 }
 
+INLINE void search_batch(int n, const tq_encoder * e, batch * t) {
+    for (int i = 0; i < n; i++) {
+        const f32x32 y = scale_by(t->magnitude[i], (TQ_N_BUCKETS - 1) * t->inverse[i]);
+        t->best[i]     = search_scale(pack_unsigned(round_f32x32(y)), e);
+    }
+}
+
+INLINE void code_batch(int n, const tq_encoder * e, const batch * t, codes_x32 * codes, uint16_t * d) {
+    for (int i = 0; i < n; i++) {
+        const f32x32  y     = scale_by(t->magnitude[i], e->steps[t->best[i]] * t->inverse[i]);
+        const __m256i steps = pack_unsigned(truncate_f32x32(y));
+        int32_t       dot_norm[2];
+        codes[i].index_u8x32 = in_element_order(code_steps(steps, e, dot_norm));
+        d[i]                 = tq_fit_scale(e, t->best[i], t->largest[i], dot_norm[0], dot_norm[1]);
+    }
+}
+
+// The codes of n blocks and their scales.
+INLINE void encode_batch(const float * x, int n, const tq_encoder * e, codes_x32 * codes, uint16_t * d) {
+    batch t;
+    transform_batch(x, n, &t, codes);
+    search_batch(n, e, &t);
+    code_batch(n, e, &t, codes, d);
+}
+
 INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
-    const int negative = _mm256_movemask_epi8(codes.negative_u8x32);
-    tq3_pack_indices(b, codes.index_u8x32);
+    const int     negative = _mm256_movemask_epi8(codes.negative_u8x32);
+    const __m256i shifted  = _mm256_sllv_epi64(codes.index_u8x32, _mm256_set_epi64x(6, 4, 2, 0));
+    const __m128i half     = _mm_or_si128(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
+    _mm_storel_epi64((__m128i *) b->qs, _mm_or_si128(half, _mm_unpackhi_epi64(half, half)));
     memcpy(b->signs, &negative, sizeof(b->signs));
 }
 
@@ -239,7 +257,9 @@ INLINE codes_x32 tq3_unpack(const tq3_block * b) {
 
 INLINE void tq4_pack(tq4_block * b, codes_x32 codes) {
     const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(codes.negative_u8x32, 4), _mm256_set1_epi8(8));
-    tq4_pack_codes(b, _mm256_or_si256(codes.index_u8x32, sign));
+    const __m256i code = _mm256_or_si256(codes.index_u8x32, sign);
+    const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code, 1), 4);
+    _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code), high));
 }
 
 INLINE codes_x32 tq4_unpack(const tq4_block * b) {
@@ -324,7 +344,7 @@ void tq_query_row_avx2(const float * src, void * dst, int64_t n) {
     tq_query_block * blocks = dst;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
         const f32x32 y = load_rotated(src + ib * TQ_BLOCK);
-        const float  d = max_abs_f32x32(y) * (1.0f / 127.0f);
+        const float  d = largest_of(abs_f32x32(y)) * (1.0f / 127.0f);
         const i32x32 t = round_f32x32(scale_by(y, d >= 1e-30f ? 1.0f / d : 0.0f));
         blocks[ib].d   = d;
         _mm256_storeu_si256((__m256i *) blocks[ib].qs, in_element_order(pack_signed(t)));

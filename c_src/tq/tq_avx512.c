@@ -82,11 +82,6 @@ INLINE f32x32 walsh_hadamard(f32x32 y) {
     return scale_by(unscaled_walsh_hadamard(y), TQ_WHT_SCALE);
 }
 
-INLINE f32x32 load_rotated(const float * x) {
-    const f32x32 y = { sanitise(_mm512_loadu_ps(x)), sanitise(_mm512_loadu_ps(x + 16)) };
-    return walsh_hadamard(flip_signs(y));
-}
-
 INLINE f32x32 load_transformed(const float * x, bool sanitised) {
     f32x32 y = { _mm512_loadu_ps(x), _mm512_loadu_ps(x + 16) };
     if (sanitised) {
@@ -95,12 +90,12 @@ INLINE f32x32 load_transformed(const float * x, bool sanitised) {
     return unscaled_walsh_hadamard(flip_signs(y));
 }
 
-INLINE f32x32 abs_f32x32(f32x32 y) {
-    return (f32x32){ _mm512_abs_ps(y.lo), _mm512_abs_ps(y.hi) };
+INLINE f32x32 load_rotated(const float * x) {
+    return scale_by(load_transformed(x, true), TQ_WHT_SCALE);
 }
 
-INLINE f32x32 scaled_abs(f32x32 y, float factor) {
-    return scale_by(abs_f32x32(y), factor);
+INLINE f32x32 abs_f32x32(f32x32 y) {
+    return (f32x32){ _mm512_abs_ps(y.lo), _mm512_abs_ps(y.hi) };
 }
 
 // Of magnitudes: a's in the lower half, b's in the upper. As integers, so that NaN is the largest.
@@ -158,9 +153,9 @@ INLINE void search_scales(bytes_x64 bucket, const tq_encoder * e, int best[2]) {
     const __m512i high    = _mm512_sub_epi8(bucket, _mm512_set1_epi8(16));       // bit 7 set below 16
     __m512i       sums[2] = { _mm512_setzero_si512(), _mm512_setzero_si512() };  // four candidates in 64 bits
     for (int k = TQ_N_CANDIDATES - 1; k >= 0; k--) {
-        const __m512i error = _mm512_or_si512(look_up(e->errors[k], low), look_up(e->errors[k] + 16, high));
-        const __m512i sum   = _mm512_sad_epu8(error, _mm512_setzero_si512());
-        sums[k / 4]         = _mm512_or_si512(_mm512_slli_epi64(sums[k / 4], 16), sum);
+        // one of the two is 0, so their distance is the other
+        const __m512i sum = _mm512_sad_epu8(look_up(e->errors[k], low), look_up(e->errors[k] + 16, high));
+        sums[k / 4]       = _mm512_or_si512(_mm512_slli_epi64(sums[k / 4], 16), sum);
     }
     const __m512i a = _mm512_unpacklo_epi64(sums[0], sums[1]), b = _mm512_unpackhi_epi64(sums[0], sums[1]);
     const __m512i all = add_parts(a, b);
@@ -190,47 +185,61 @@ INLINE bytes_x64 code_steps(bytes_x64 steps, const tq_encoder * e, int32_t dot_n
 }
 
 // Every step is done for all blocks of a batch before the next step: the steps of one block are a long chain of
-// instructions that wait for each other, the blocks do not.
+// instructions that wait for each other, the blocks do not. After an odd number of blocks the last one comes twice.
 typedef struct {
-    f32x32 y[BATCH];
-    float  largest[BATCH];
+    f32x32 magnitude[BATCH];
+    float  largest[BATCH], inverse[BATCH];  // inverse = 1 / largest
     int    best[BATCH];
 } batch;
 
-INLINE __m512 transform_two(const float * xa, const float * xb, bool sanitised, f32x32 * y) {
-    y[0] = load_transformed(xa, sanitised);
-    y[1] = load_transformed(xb, sanitised);
-    return largest_of_each(abs_f32x32(y[0]), abs_f32x32(y[1]));
+INLINE __m512 transform_two(const float * xa, const float * xb, bool sanitised, f32x32 * magnitude, bytes_x64 * sign) {
+    const f32x32 a = load_transformed(xa, sanitised), b = load_transformed(xb, sanitised);
+    *sign        = pack_signs(a, b);
+    magnitude[0] = abs_f32x32(a);
+    magnitude[1] = abs_f32x32(b);
+    return largest_of_each(magnitude[0], magnitude[1]);
 }
 
-// The codes of n blocks, two in an element, and their scales; of an odd number the last is also in the place after.
-INLINE void encode_batch(const float * x, int n, const tq_encoder * e, codes_x64 * codes, uint16_t * d) {
-    batch t;
+INLINE void transform_batch(const float * x, int n, batch * t, codes_x64 * codes) {
     for (int i = 0; i < n; i += 2) {
         const float *xa = x + i * TQ_BLOCK, *xb = x + second_of_two(i, n) * TQ_BLOCK;
-        __m512       largest = transform_two(xa, xb, false, &t.y[i]);
+        __m512       largest = transform_two(xa, xb, false, &t->magnitude[i], &codes[i / 2].sign);
         if (any_above(largest, TQ_SAFE_LARGEST)) {
-            largest = transform_two(xa, xb, true, &t.y[i]);
+            largest = transform_two(xa, xb, true, &t->magnitude[i], &codes[i / 2].sign);
         }
-        t.largest[i]     = _mm512_cvtss_f32(largest);
-        t.largest[i + 1] = _mm256_cvtss_f32(_mm512_extractf32x8_ps(largest, 1));
+        t->largest[i]     = _mm512_cvtss_f32(largest);
+        t->largest[i + 1] = _mm256_cvtss_f32(_mm512_extractf32x8_ps(largest, 1));
+        t->inverse[i]     = 1.0f / t->largest[i];
+        t->inverse[i + 1] = 1.0f / t->largest[i + 1];
     }
+}
+
+INLINE void search_batch(int n, const tq_encoder * e, batch * t) {
     for (int i = 0; i < n; i += 2) {
-        const float top = TQ_N_BUCKETS - 1;
-        search_scales(rounded_bytes(scaled_abs(t.y[i], top * (1.0f / t.largest[i])),
-                                    scaled_abs(t.y[i + 1], top * (1.0f / t.largest[i + 1]))),
-                      e, &t.best[i]);
+        const f32x32 a = scale_by(t->magnitude[i], (TQ_N_BUCKETS - 1) * t->inverse[i]);
+        const f32x32 b = scale_by(t->magnitude[i + 1], (TQ_N_BUCKETS - 1) * t->inverse[i + 1]);
+        search_scales(rounded_bytes(a, b), e, &t->best[i]);
     }
+}
+
+INLINE void code_batch(int n, const tq_encoder * e, const batch * t, codes_x64 * codes, uint16_t * d) {
     for (int i = 0; i < n; i += 2) {
-        const float     a     = e->steps[t.best[i]] * (1.0f / t.largest[i]);
-        const float     b     = e->steps[t.best[i + 1]] * (1.0f / t.largest[i + 1]);
-        const bytes_x64 steps = truncated_bytes(scaled_abs(t.y[i], a), scaled_abs(t.y[i + 1], b));
-        int32_t         dot_norm[2][2];
-        codes[i / 2] = (codes_x64){ code_steps(steps, e, dot_norm), pack_signs(t.y[i], t.y[i + 1]) };
+        const f32x32 a = scale_by(t->magnitude[i], e->steps[t->best[i]] * t->inverse[i]);
+        const f32x32 b = scale_by(t->magnitude[i + 1], e->steps[t->best[i + 1]] * t->inverse[i + 1]);
+        int32_t      dot_norm[2][2];
+        codes[i / 2].index = code_steps(truncated_bytes(a, b), e, dot_norm);
         for (int j = 0; j < 2; j++) {
-            d[i + j] = tq_fit_scale(e, t.best[i + j], t.largest[i + j], dot_norm[j][0], dot_norm[j][1]);
+            d[i + j] = tq_fit_scale(e, t->best[i + j], t->largest[i + j], dot_norm[j][0], dot_norm[j][1]);
         }
     }
+}
+
+// The codes of n blocks, two in an element, and their scales.
+INLINE void encode_batch(const float * x, int n, const tq_encoder * e, codes_x64 * codes, uint16_t * d) {
+    batch t;
+    transform_batch(x, n, &t, codes);
+    search_batch(n, e, &t);
+    code_batch(n, e, &t, codes, d);
 }
 
 INLINE void tq3_pack(tq3_block * a, tq3_block * b, codes_x64 codes) {

@@ -118,7 +118,8 @@ static inline float tq_fp16_to_float(uint16_t h) {
 // 1 + residual.L / L.L, the residual being what the levels leave of x in units of the candidate.
 static inline uint16_t tq_fit_scale(const tq_encoder * e, int k, float largest, int32_t residual_dot, int32_t norm) {
     const float correction = (float) residual_dot / (float) norm * e->half_step;
-    return tq_scale_to_fp16(fminf(largest * e->scale[k] * (1.0f + correction), TQ_MAX_INPUT));
+    const float scale      = largest * e->scale[k] * (1.0f + correction);
+    return tq_scale_to_fp16(scale < TQ_MAX_INPUT ? scale : TQ_MAX_INPUT);  // fminf would be a call
 }
 
 static inline void tq3_set_scale(tq3_block * b, uint16_t d) {

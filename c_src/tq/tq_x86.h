@@ -35,22 +35,11 @@ INLINE __m256i tq4_lookup(__m256i index_u8x32) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *) TQ4_LEVELS)), index_u8x32);
 }
 
-INLINE void tq3_pack_indices(tq3_block * b, __m256i index_u8x32) {
-    const __m256i shifted = _mm256_sllv_epi64(index_u8x32, _mm256_set_epi64x(6, 4, 2, 0));
-    const __m128i half    = _mm_or_si128(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
-    _mm_storel_epi64((__m128i *) b->qs, _mm_or_si128(half, _mm_unpackhi_epi64(half, half)));
-}
-
 INLINE __m256i tq3_unpack_indices(const tq3_block * b) {
     int64_t planes;
     memcpy(&planes, b->qs, sizeof(planes));
     const __m256i shifted = _mm256_srlv_epi64(_mm256_set1_epi64x(planes), _mm256_set_epi64x(6, 4, 2, 0));
     return _mm256_and_si256(shifted, _mm256_set1_epi8(3));
-}
-
-INLINE void tq4_pack_codes(tq4_block * b, __m256i code_u8x32) {
-    const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code_u8x32, 1), 4);
-    _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code_u8x32), high));
 }
 
 // A code in the low nibble of each byte; the high nibbles hold what was beside it.
