@@ -67,3 +67,10 @@ foreach(test test-quantize-fns test-backend-ops)
     target_link_libraries(${test} PRIVATE ggml ggml-base ggml-cpu)
     add_dependencies(tq-llama-tests ${test})
 endforeach()
+
+# scripts/bench.py runs it.
+add_executable(tq-attn-bench EXCLUDE_FROM_ALL bench/attn_bench.c bench/bench_arguments.c)
+target_compile_features(tq-attn-bench PRIVATE c_std_11)
+target_compile_options(tq-attn-bench PRIVATE -Wall -Wextra $<$<BOOL:${TQ_WERROR}>:-Werror>)
+target_include_directories(tq-attn-bench PRIVATE ggml)
+target_link_libraries(tq-attn-bench PRIVATE ggml ggml-base ggml-cpu tq m)

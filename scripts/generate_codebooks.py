@@ -48,11 +48,24 @@ CONSTANTS = """\
 // Bit i is the top bit of (i+1) * 0x{golden:08X} mod 2^32 (Fibonacci hashing).
 static const uint32_t TQ_SIGN_MASK = 0x{signs:08X}u;
 
-// The encoder's fixed point: a block is scaled so that its RMS is this integer.
-#define TQ_RMS_ONE {rms_one}
-
 // Scales the encoder tries for each block.
 #define TQ_N_CANDIDATES {n_candidates}
+
+// Magnitudes, as fractions of the block's largest, that the search for the scale tells apart.
+#define TQ_N_BUCKETS {n_buckets}
+
+// What the encoder of a type looks up. It holds magnitudes in bytes: first as a bucket, which is the fraction of the
+// block's largest in 31sts, rounded; then, with the chosen scale, in steps, rounded down. Rows of 16 bytes are one
+// register's table look-up in any SIMD instruction set.
+typedef struct {{
+    uint8_t levels[16];
+    uint8_t index[16];       // a level's index is the high half of steps + index[steps / 16], mod 256
+    uint8_t half_steps[16];  // of a level, less 1, mod 256: 2 * steps less this is from the middle of the step
+    float   half_step;       // in level units
+    float   steps[TQ_N_CANDIDATES];  // of the block's largest
+    float   scale[TQ_N_CANDIDATES];  // fp16 scale / the block's largest before the transform is divided by sqrt(32)
+    uint8_t errors[TQ_N_CANDIDATES][TQ_N_BUCKETS];  // squared
+}} tq_encoder;
 """
 
 TABLE = """
@@ -62,10 +75,18 @@ TABLE = """
 
 static const int8_t TQ{bits}_LEVELS[{n}] = {{{levels}}};
 
-// Ends of the cells for candidate k: round(TQ_RMS_ONE * r[k] * (L[j] + L[j+1]) / 2 * TQ{bits}_LEVEL_UNIT), with
-// r[k] = scale / the scale that fits the block's RMS = {ratios}
-static const int16_t TQ{bits}_CANDIDATE_THRESHOLDS[TQ_N_CANDIDATES][{n_thresholds}] = {{
-{thresholds}
+// Candidate scales / the scale whose largest level is the block's largest magnitude:
+// {ratios}
+static const tq_encoder TQ{bits}_ENCODER = {{
+    {{{levels}}},
+    {{{index}}},
+    {{{half_steps}}},
+    {half_step},
+{steps},
+{scale},
+    {{
+{errors}
+    }},
 }};
 """
 
@@ -81,7 +102,7 @@ def _levels_comment(d: float | None) -> str:
 
 
 def _integers_comment(d: float | None) -> str:
-    tables = [cb.block_table(bits, d) for bits in cb.CANDIDATE_RANGE]
+    tables = [cb.block_table(bits, d) for bits in cb.CANDIDATE_RATIOS]
     return "\n".join(
         f"//     {t.bits} bit, multiplier {t.multiplier}, D_mse {cb.distortion(t.levels / t.multiplier, d):.9f}"
         for t in tables
@@ -92,15 +113,45 @@ def _joined(values: np.ndarray, form: str) -> str:
     return ", ".join(format(v, form) for v in values.tolist())
 
 
+def _float(value: float) -> str:
+    text = f"{np.float32(value):.9g}"
+    return (text if "." in text else text + ".0") + "f"
+
+
+def _floats(values: np.ndarray) -> str:
+    """Two lines of four."""
+    halves = (", ".join(_float(v) for v in half) for half in np.split(values, 2))
+    return "    {{{},\n     {}}}".format(*halves)
+
+
+def index_table(edges: np.ndarray) -> np.ndarray:
+    """`tq_encoder.index` for the ends of the cells: uint8 (16,)."""
+    start = np.arange(16) * 16
+    inside = (edges > start[:, None]) & (edges < start[:, None] + 16)
+    to_end = np.where(inside.any(axis=1), 16 - np.sum(inside * (edges % 16), axis=1), 0)
+    return ((np.searchsorted(edges, start, side="right") - np.arange(16)) * 16 + to_end) % 256
+
+
+def _errors(errors: np.ndarray) -> str:
+    """Two lines a candidate."""
+    halves = errors.reshape(len(errors), 2, -1)
+    return "\n".join(f"        {{{_joined(a, '3d')},\n         {_joined(b, '3d')}}}," for a, b in halves)
+
+
 def _table(table: cb.BlockTable) -> str:
+    levels = table.levels.astype(int)
     return TABLE.format(
         bits=table.bits,
-        n=len(table.levels),
+        n=len(levels),
         multiplier=table.multiplier,
-        levels=_joined(table.levels, "d"),
-        ratios=_joined(table.ratios, ".4f"),
-        n_thresholds=table.thresholds.shape[1],
-        thresholds="\n".join(f"    {{{_joined(row, '4d')}}}," for row in table.thresholds),
+        levels=_joined(levels, "d"),
+        ratios=_joined(table.ratios, ".2f"),
+        index=_joined(index_table(table.edges), "d"),
+        half_steps=_joined((levels * table.half_steps - 1) % 256, "d"),
+        half_step=_float(1 / table.half_steps),
+        steps=_floats(table.steps_of_largest),
+        scale=_floats(table.scale_of_largest),
+        errors=_errors(table.errors),
     )
 
 
@@ -117,9 +168,9 @@ def render(d: float | None = None) -> str:
         integers=_integers_comment(d),
     )
     constants = CONSTANTS.format(
-        golden=cb.GOLDEN_RATIO_32, signs=cb.sign_mask(), rms_one=cb.RMS_ONE, n_candidates=cb.N_CANDIDATES
+        golden=cb.GOLDEN_RATIO_32, signs=cb.sign_mask(), n_candidates=cb.N_CANDIDATES, n_buckets=cb.N_BUCKETS
     )
-    tables = "".join(_table(cb.block_table(bits, d)) for bits in cb.CANDIDATE_RANGE)
+    tables = "".join(_table(cb.block_table(bits, d)) for bits in cb.CANDIDATE_RATIOS)
     return f"{intro}\n{constants}{tables}\n#endif // TQ_CODEBOOK_H\n"
 
 

@@ -66,13 +66,12 @@ def ties() -> np.ndarray:
 
 
 def smallest_blocks() -> np.ndarray:
-    """Sums of squares within a few rounding errors of the limit: the order of summation decides what becomes zeros."""
+    """Scales within rounding errors of half the smallest fp16, below which a block becomes zeros."""
     rng = np.random.default_rng(14)
-    y = 0.04 * rng.standard_normal((1024, ref.BLOCK))
-    y[:, 3] = 1  # most energy in one element: the scale is then not rounded to 0 anyway
-    sums = np.float64(ref.MIN_SUMSQ) * (1 + 6e-8 * rng.uniform(-3, 3, (1024, 1)))
-    sizes = np.sqrt(sums / np.sum(y * y, axis=1, keepdims=True))
-    return ref.unrotate((y * sizes).astype(np.float32)).reshape(-1, ROW)
+    x = rng.standard_normal((1024, ref.BLOCK)).astype(np.float32)
+    scales = ref.quantize(x, "tq4")[:, :2].copy().view("<f2").astype(np.float64)
+    near = 1 + np.repeat([1e-3, 0.3], len(x) // 2)[:, None] * rng.uniform(-1, 1, (len(x), 1))
+    return (x * (2.0**-25 / scales * near)).astype(np.float32).reshape(-1, ROW)
 
 
 def huge() -> np.ndarray:
@@ -90,7 +89,7 @@ def denormals() -> np.ndarray:
 VALUES = {
     "gaussian": lambda: gaussian(256),
     "all sizes": lambda: scaled(256, -12, 6, 9),
-    "subnormal scales": lambda: scaled(256, -9, -4, 10),  # and around the smallest sum of squares
+    "subnormal scales": lambda: scaled(256, -9, -4, 10),  # and around those that round to 0
     "heavy tails": heavy_tails,
     "not numbers": not_numbers,
     "zero blocks": zero_blocks,

@@ -1,6 +1,7 @@
 """Codebooks against published figures, closed forms, sampled vectors, faiss, and the generated header."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,14 +143,43 @@ def test_int8_refuses_tables_that_collapse():
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_candidate_thresholds(bits):
+def test_bucket_errors(bits):
+    """Against sampled magnitudes, as fractions of the block's largest."""
     table = cb.block_table(bits)
-    assert table.thresholds.shape == (8, len(table.levels) - 1)
-    assert table.thresholds.dtype == np.int16
-    assert (np.diff(table.thresholds, axis=0) > 0).all() and (np.diff(table.thresholds, axis=1) > 0).all()
-    middles = (cb.lloyd_max(bits)[1:] + cb.lloyd_max(bits)[:-1]) / 2
-    for ratio, row in zip(table.ratios, table.thresholds, strict=True):
-        assert row == pytest.approx(2048 * ratio * middles, rel=0.03)
+    assert table.errors.shape == (8, 32) and table.errors.dtype == np.uint8 and table.errors.max() == 255
+    x = np.random.default_rng(bits).random(200_000)
+    bucket = np.rint(31 * x).astype(int)
+    grid = table.ratios[:, None] * table.levels / table.levels[-1]
+    sampled = [np.bincount(bucket, ((x[:, None] - levels) ** 2).min(axis=1)) / np.bincount(bucket) for levels in grid]
+    found, sampled = table.errors[:, :31].astype(float), np.array(sampled)[:, :31]
+    unit = np.sum(sampled * found) / np.sum(found * found)
+    assert found * unit == pytest.approx(sampled, rel=0.02, abs=unit)
+    assert table.errors[:, 31] * unit == pytest.approx(((1 - grid) ** 2).min(axis=1), rel=0.02, abs=unit)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_steps(bits):
+    """What the kernels' byte arithmetic needs: bytes that fit, ends of cells near the middles, and 16 bytes apart."""
+    table = cb.block_table(bits)
+    levels = table.levels.astype(int)
+    per_level = table.half_steps / 2
+    assert table.steps_of_largest == pytest.approx(per_level * levels[-1] / table.ratios)
+    assert table.steps_of_largest.max() < 255
+    assert np.abs(table.edges - per_level * (levels[1:] + levels[:-1]) / 2).max() <= 0.25
+    assert len(set(table.edges // 16)) == len(table.edges)
+    largest_residual = 2 * table.steps_of_largest.max() + 1 - table.half_steps * levels[-1]
+    assert 1 - table.half_steps * levels[0] >= -128 and largest_residual <= 127
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_the_header_s_index_is_the_count_of_ends_reached(bits):
+    edges, header = cb.block_table(bits).edges, generate("-o", "/dev/stdout").stdout
+    rows = re.search(rf"TQ{bits}_ENCODER = {{\n.*\n    {{(.*)}},\n", header).group(1)
+    index = np.array(rows.split(", "), int)
+    steps = np.arange(256)
+    reached = steps < max(229, edges[-1])
+    found = (steps + index[steps // 16]) % 256 // 16
+    assert np.array_equal(found[reached], np.searchsorted(edges, steps, side="right")[reached])
 
 
 def test_sign_mask_is_the_golden_ratio_hash():
@@ -202,10 +232,10 @@ def test_header_holds_the_tables(tmp_path):
 def test_check_fails_on_a_changed_header(tmp_path):
     header = tmp_path / "out.h"
     generate("-o", header)
-    header.write_text(header.read_text().replace("2048", "2047"))
+    header.write_text(header.read_text().replace("N_BUCKETS 32", "N_BUCKETS 31"))
     result = generate("--check", "-o", header)
     assert result.returncode == 1
-    assert "+#define TQ_RMS_ONE 2048" in result.stderr
+    assert "+#define TQ_N_BUCKETS 32" in result.stderr
     assert "out of date" in result.stderr and "Traceback" not in result.stderr
 
 

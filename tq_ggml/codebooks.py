@@ -17,9 +17,14 @@ import numpy as np
 
 MAX_BITS = 8
 INT8_MAX = 127
-RMS_ONE = 2048  # the encoder's fixed point: a rotated block is scaled so that its RMS is this integer
 N_CANDIDATES = 8  # scales the encoder tries for each block
-CANDIDATE_RANGE = {3: (0.75, 1.25), 4: (0.70, 1.15)}  # tried scale / the scale that fits the block's RMS
+N_BUCKETS = 32  # magnitudes of a block, as fractions of its largest, that the encoder's search tells apart
+# Scales the encoder tries for each block / the scale whose largest level is the block's largest magnitude.
+CANDIDATE_RATIOS = {
+    3: (0.75, 0.80, 0.84, 0.88, 0.92, 0.96, 1.00, 1.05),
+    4: (0.90, 0.93, 0.96, 0.99, 1.02, 1.06, 1.26, 1.34),
+}
+HALF_STEPS = {3: 3, 4: 4}  # half steps of the encoder's bytes in one level unit; a block's largest value fits a byte
 GOLDEN_RATIO_32 = 0x9E3779B9  # 2^32 / golden ratio, the multiplier of Fibonacci hashing
 
 _TAIL = 14.0  # the normal density is below 1e-42 from here on
@@ -207,14 +212,28 @@ class BlockTable:
         levels: int8 (2^(bits-1),), ascending magnitudes.
         multiplier: σ in steps of the integer levels; 1/multiplier is the level unit.
         ratios: float64 (8,), the candidate scales.
-        thresholds: int16 (8, 2^(bits-1)-1), the ends of the cells for each candidate, where the block's RMS is 2048.
+        errors: uint8 (8, 32), the mean squared error of the magnitudes in a bucket with each candidate scale.
+        half_steps: of the encoder's bytes in one level unit; a byte is the magnitude in whole steps, rounded down.
+        edges: int (2^(bits-1)-1,), the bytes from which on the next level is nearer.
     """
 
     bits: int
     levels: np.ndarray
     multiplier: int
     ratios: np.ndarray
-    thresholds: np.ndarray
+    errors: np.ndarray
+    half_steps: int
+    edges: np.ndarray
+
+    @property
+    def steps_of_largest(self) -> np.ndarray:
+        """float32 (8,): with each candidate scale, a block's largest magnitude in steps."""
+        return (self.half_steps / 2 * self.levels[-1] / self.ratios).astype(np.float32)
+
+    @property
+    def scale_of_largest(self) -> np.ndarray:
+        """float32 (8,): each candidate as a stored scale / the largest magnitude before the division by √32."""
+        return (32 / math.sqrt(32) * self.ratios / self.levels[-1]).astype(np.float32)
 
 
 @cache
@@ -222,15 +241,25 @@ def block_table(bits: int, d: float | None = None) -> BlockTable:
     """The table for blocks of ``bits`` (3 or 4) bits a value.
 
     Raises:
-        ValueError: other widths; they have no candidate range.
+        ValueError: other widths; they have no candidate scales.
     """
-    if bits not in CANDIDATE_RANGE:
+    if bits not in CANDIDATE_RATIOS:
         raise ValueError(f"bits={bits}: blocks have 3 or 4 bits a value")
     levels, multiplier = int8_levels(lloyd_max(bits, d), d)
-    ratios = np.linspace(*CANDIDATE_RANGE[bits], N_CANDIDATES)
-    middles = (levels[1:].astype(np.int64) + levels[:-1]) / 2
-    thresholds = np.rint(RMS_ONE * ratios[:, None] * middles / multiplier).astype(np.int16)
-    return BlockTable(bits, levels, multiplier, ratios, thresholds)
+    ratios = np.array(CANDIDATE_RATIOS[bits])
+    edges = np.rint((levels[1:].astype(int) + levels[:-1]) / 4 * HALF_STEPS[bits]).astype(int)
+    return BlockTable(bits, levels, multiplier, ratios, _bucket_errors(levels, ratios), HALF_STEPS[bits], edges)
+
+
+def _bucket_errors(levels: np.ndarray, ratios: np.ndarray) -> np.ndarray:
+    """Bucket b holds the magnitudes that round to b/31 of the block's largest; 255 is the largest error there is."""
+    top = N_BUCKETS - 1
+    within = (np.arange(64) + 0.5) / 64 - 0.5
+    x = np.abs(np.arange(N_BUCKETS)[:, None] + within) / top
+    x[top] = 1  # there is always the largest itself, and seldom another
+    grid = ratios[:, None, None, None] * (levels / levels[-1])
+    errors = ((x[..., None] - grid) ** 2).min(axis=-1).mean(axis=-1)
+    return np.rint(errors * (255 / errors.max())).astype(np.uint8)
 
 
 def sign_mask() -> int:

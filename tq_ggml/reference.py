@@ -23,13 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tq_ggml.cache_types import resolve
-from tq_ggml.codebooks import RMS_ONE, BlockTable, block_table, sign_mask
+from tq_ggml.codebooks import N_BUCKETS, BlockTable, block_table, sign_mask
 from tq_ggml.errors import CacheTypeError
 
 BLOCK = 32
 MAX_INPUT = np.float32(65504)  # the largest fp16, for inputs and for the block scale
-MIN_SUMSQ = np.float32(1e-14)  # blocks with a smaller sum of squares are stored as zeros
-INT16_MAX = np.float32(32767)
+MIN_LARGEST = np.float32(1e-8)  # blocks of smaller values, as transformed, are zeros: fp16 has no such scale
 LEVEL_STEP = np.float32(1 / 32)  # keeps the scale of ordinary data in fp16's normal range
 WHT_SCALE = np.float32(1 / np.sqrt(32))
 SIGNS = np.where(sign_mask() >> np.arange(BLOCK) & 1, -1, 1).astype(np.float32)
@@ -70,7 +69,7 @@ def quantize(x: np.ndarray, type_name: str, scale: str = "search") -> np.ndarray
     if encode is None:
         raise ValueError(f"scale={scale!r}: choose 'search' or 'norm'")
     blocks = _blocks(x)
-    packed = _pack(encode(rotate(_finite(blocks)), block_table(_BITS[name])), name)
+    packed = _pack(encode(_hadamard(_finite(blocks) * SIGNS), block_table(_BITS[name])), name)
     return packed.reshape(*x.shape[:-1], x.shape[-1] // BLOCK * size)
 
 
@@ -170,81 +169,58 @@ def _hadamard(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1, BLOCK)
 
 
-def _sum_of_squares(y: np.ndarray) -> np.ndarray:
-    """(m, 32) -> (m,), by halves: the order in which SIMD lanes add up."""
-    acc = y * y
-    for h in (16, 8, 4, 2, 1):
-        acc = acc[:, :h] + acc[:, h : 2 * h]
-    return acc[:, 0]
+def _encode_search(w: np.ndarray, table: BlockTable) -> Codes:
+    """Code with the best of the candidate scales, then fit the scale to the codes by least squares.
 
-
-def _rms(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Root mean square of each block, 1 where the block is to be stored as zeros, and where that is."""
-    sumsq = _sum_of_squares(y)
-    zero = ~(sumsq >= MIN_SUMSQ)
-    return np.sqrt(np.where(zero, np.float32(BLOCK), sumsq) * np.float32(1 / BLOCK)), zero
-
-
-def _fixed_point(y: np.ndarray, rms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The block as int16 with RMS 2048, and the float32 factor that makes it so."""
-    inv = np.float32(RMS_ONE) / rms
-    return np.rint(y * inv[:, None]).astype(np.int16), inv
-
-
-def _encode_search(y: np.ndarray, table: BlockTable) -> Codes:
-    """Try the candidate scales, refit the best one, then code with the scale as fp16 will store it."""
-    rms, zero = _rms(y)
-    t, inv = _fixed_point(y, rms)
-    dot, norm = _best_candidate(np.abs(t), table)
-    scale = dot / norm * (rms * np.float32(1 / RMS_ONE)) * (1 / LEVEL_STEP)
-    return _encode_at(t, inv, scale, zero, table)
-
-
-def _encode_norm(y: np.ndarray, table: BlockTable) -> Codes:
-    """MNN's encoder, norm as scale: one level unit is the block's RMS over the codebook's σ."""
-    rms, zero = _rms(y)
-    t, inv = _fixed_point(y, rms)
-    scale = rms * np.float32(1 / LEVEL_STEP / table.multiplier)
-    return _encode_at(t, inv, scale, zero, table)
-
-
-def _best_candidate(a: np.ndarray, table: BlockTable) -> tuple[np.ndarray, np.ndarray]:
-    """Sum of magnitude·level and of level², as float32 (m,), for the candidate that captures most of the block.
-
-    The least-squares scale for given levels leaves the error |a|² - (Σ a·L)² / Σ L²; the second term is the score.
+    ``w`` is rotated but not yet divided by √32; the tables' scales allow for it.
     """
-    best_score = np.full(len(a), -1, np.float32)
-    best_dot, best_norm = np.ones_like(best_score), np.ones_like(best_score)
-    for thresholds in table.thresholds:
-        level = table.levels.astype(np.int32)[_count_above(a, thresholds)]
-        dot = np.sum(a * level, axis=1, dtype=np.int32).astype(np.float32)
-        norm = np.sum(level * level, axis=1, dtype=np.int32).astype(np.float32)
-        score = dot * dot / norm
-        better = score > best_score
-        best_score = np.where(better, score, best_score)
-        best_dot = np.where(better, dot, best_dot)
-        best_norm = np.where(better, norm, best_norm)
-    return best_dot, best_norm
+    a = np.abs(w)
+    largest = a.max(axis=1)
+    zero = largest < MIN_LARGEST
+    inverse = np.float32(1) / np.where(zero, np.float32(1), largest)
+    best = _best_candidate(a, inverse, table)
+    steps = np.trunc(a * (table.steps_of_largest[best] * inverse)[:, None]).astype(np.int32)
+    index = _count_reached(steps, table.edges)
+    scale = largest * table.scale_of_largest[best] * (np.float32(1) + _relative_error(steps, index, table))
+    return _codes(scale, index, w, zero)
 
 
-def _encode_at(t: np.ndarray, inv: np.ndarray, scale: np.ndarray, zero: np.ndarray, table: BlockTable) -> Codes:
-    """Code the fixed-point block with a given scale, rounded to fp16 first: the cells must fit what is decoded."""
+def _best_candidate(a: np.ndarray, inverse: np.ndarray, table: BlockTable) -> np.ndarray:
+    """The candidate scale with the least squared error, (m,), the first of equals; by the tables, not exactly."""
+    bucket = np.rint(a * (np.float32(N_BUCKETS - 1) * inverse)[:, None]).astype(np.uint8)
+    return np.argmin([errors[bucket].sum(axis=1, dtype=np.int32) for errors in table.errors], axis=0)
+
+
+def _relative_error(steps: np.ndarray, index: np.ndarray, table: BlockTable) -> np.ndarray:
+    """How far, relative to it, the candidate scale is below the least-squares one, Σ magnitude·level / Σ level²."""
+    level = table.levels[index].astype(np.int32)
+    residual = 2 * steps + 1 - table.half_steps * level  # in half steps, from the middle of the magnitude's step
+    dot, norm = (np.sum(level * x, axis=1, dtype=np.int32).astype(np.float32) for x in (residual, level))
+    return dot / norm * np.float32(1 / table.half_steps)
+
+
+def _encode_norm(w: np.ndarray, table: BlockTable) -> Codes:
+    """MNN's encoder, norm as scale: one level unit is the block's RMS over the codebook's σ."""
+    y = np.abs(w) * WHT_SCALE
+    rms = np.sqrt(np.mean(y * y, axis=1, dtype=np.float64)).astype(np.float32)
+    ends = (table.levels[1:].astype(np.int32) + table.levels[:-1]).astype(np.float32) / (2 * table.multiplier)
+    index = _count_reached(y, rms[:, None] * ends)
+    return _codes(rms / (LEVEL_STEP * table.multiplier), index, w, rms == 0)
+
+
+def _codes(scale: np.ndarray, index: np.ndarray, w: np.ndarray, zero: np.ndarray) -> Codes:
     scale = np.minimum(scale, MAX_INPUT).astype(np.float16)
-    unit = scale.astype(np.float32) * inv * LEVEL_STEP  # one step of the integer levels, in fixed point
-    neighbours = (table.levels[1:].astype(np.int32) + table.levels[:-1]).astype(np.float32)
-    ends = np.rint(unit[:, None] * neighbours * np.float32(0.5))
-    index = _count_above(np.abs(t), np.minimum(ends, INT16_MAX).astype(np.int16))
     zero = zero | (scale == 0)
     return Codes(
         scale=np.where(zero, np.float16(0), scale),
         index=np.where(zero[:, None], np.uint8(0), index),
-        negative=(t < 0) & ~zero[:, None],
+        negative=np.signbit(w) & ~zero[:, None],
     )
 
 
-def _count_above(a: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """How many of the thresholds, (n,) or (m, n), each magnitude (m, 32) exceeds: its level's index, uint8."""
-    return sum((a > thresholds[..., j, None]).astype(np.uint8) for j in range(thresholds.shape[-1]))
+def _count_reached(a: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How many of the ends of cells, (n,) or (m, n), each magnitude (m, 32) reaches: its level's index, uint8."""
+    return sum((a >= ends[..., j, None]).astype(np.uint8) for j in range(ends.shape[-1]))
 
 
 # ---- layouts ----

@@ -1,6 +1,6 @@
-// FLASH_ATTN_EXT over the cache types that tq_attn.h names. A job is a set of query rows that share a KV head, and a range of keys. Where
-// query rows alone do not keep the threads busy (decoding), the keys are split too: each job then leaves a partial
-// result, and after a barrier the partials of a row are added up.
+// FLASH_ATTN_EXT over the cache types that tq_attn.h names. A job is a set of query rows that share a KV head, and a
+// range of keys. Where query rows alone do not keep the threads busy (decoding), the keys are split too: each job then
+// leaves a partial result, and after a barrier the partials of a row are added up.
 #include "tq_flash_attn.h"
 
 #include "ggml-cpu-impl.h"
@@ -160,15 +160,14 @@ static job get_job(const plan * p, int64_t i) {
 // The fp16 mask of a row, from a key on.
 static const uint16_t * mask_of(const plan * p, int64_t seq, int64_t token, int64_t head, int64_t key) {
     const struct ggml_tensor * m = p->mask;
-    const char *               x = (const char *) m->data + token * m->nb[1] + head % m->ne[2] * m->nb[2] +
-                     seq % m->ne[3] * m->nb[3];
+    const char * x = (const char *) m->data + token * m->nb[1] + head % m->ne[2] * m->nb[2] + seq % m->ne[3] * m->nb[3];
     return (const uint16_t *) (const void *) x + key;
 }
 
 enum { HIDES_ALL, HIDES_SOME, HIDES_NONE };
 
 static int scan_mask(const uint16_t * mask, int n_keys) {
-    const uint16_t hidden = 0xfc00;  // fp16 -infinity
+    const uint16_t hidden  = 0xfc00;  // fp16 -infinity
     uint16_t       visible = 0, altered = 0;
     for (int k = 0; k < n_keys; k++) {
         visible |= mask[k] ^ hidden;

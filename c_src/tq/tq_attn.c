@@ -3,8 +3,9 @@
 //
 // Keys and values of a tile are each decoded in one of two forms, by type and level (is_int8):
 //
-//   float   keys[i][key], values[key][i]. Multiplied in float32. For few rows (by_rows) keys[key][i], or the cache itself.
-//   int8    Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the query's
+//   float   keys[i][key], values[key][i]. Multiplied in float32. For few rows (by_rows) keys[key][i], or the cache
+//   itself. int8    Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the
+//   query's
 //           int8. Values as quads of four keys, values[block][quad][i][key], with value_scale[key] and
 //           value_ratio[block][key], the block's share of it in 1/2^15; multiplied by weights of 15 bits. What is lost
 //           lies below 1e-8 of a row's energy, because weights are scaled for each row and tile.
@@ -14,8 +15,8 @@
 
 #include "tq_tile.h"
 
-#define STEP  4  // rows per pass; STEP * WIDTH accumulators and as many partners fit the registers
-#define WIDTH 2  // vectors per pass
+#define STEP         4  // rows per pass; STEP * WIDTH accumulators and as many partners fit the registers
+#define WIDTH        2  // vectors per pass
 #define FOR_ROWS(r)  for (int r = 0; r < n_rows; r++)
 #define FOR_WIDTH(v) for (int v = 0; v < WIDTH; v++)
 
@@ -68,8 +69,8 @@ INLINE void float_logits(const tq_attn * a, const tq_attn_rows * rows, int first
     }
 }
 
-INLINE void row_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
-                       float_rows keys, float (*x)[TQ_TILE]) {
+INLINE void row_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys, float_rows keys,
+                       float (*x)[TQ_TILE]) {
     const float * query = rows->query + first * a->head_k;
     for (int k = 0; k < n_keys; k++) {
         vf sum[STEP] = { 0 };
@@ -288,7 +289,7 @@ INLINE void logits(const tile * t, tq_attn_rows * rows, int first, int n_rows, f
     if (!by_rows(a->type_k, rows->n)) {
         float_logits(a, rows, first, n_rows, t->n_keys, x);
     } else if (a->type_k == TQ_CACHE_F16) {
-        row_logits(a, rows, first, n_rows, t->n_keys, (float_rows) { t->keys, a->stride_k, true }, x);
+        row_logits(a, rows, first, n_rows, t->n_keys, (float_rows){ t->keys, a->stride_k, true }, x);
     } else {
         const float_rows keys = { (const char *) rows->keys, (size_t) a->head_k * sizeof(float), false };
         row_logits(a, rows, first, n_rows, t->n_keys, keys, x);
@@ -305,7 +306,7 @@ INLINE void add_values(const tile * t, tq_attn_rows * rows, int first, int n_row
     }
 #endif
     if (a->type_v == TQ_CACHE_F16 && by_rows(a->type_v, rows->n)) {
-        add_float_values(a, rows, first, n_rows, t->n_keys, (float_rows) { t->values, a->stride_v, true }, x, factor);
+        add_float_values(a, rows, first, n_rows, t->n_keys, (float_rows){ t->values, a->stride_v, true }, x, factor);
     } else {
         const float_rows values = { (const char *) rows->values, (size_t) a->head_v * sizeof(float), false };
         add_float_values(a, rows, first, n_rows, t->n_keys, values, x, factor);

@@ -48,13 +48,13 @@ typedef struct {
     int                n;
     float              max[TQ_MAX_ROWS];
     float              sum[TQ_MAX_ROWS];
-    const uint16_t *   mask[TQ_MAX_ROWS];   // a row's fp16 mask over the tile, or NULL: all of it is seen
-    float              slope[TQ_MAX_ROWS];  // the mask's factor (ALiBi); 1 elsewhere
-    TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];                 // [n][head_k]
-    tq_query_block     query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];   // [n][head_k / 32]
+    const uint16_t *   mask[TQ_MAX_ROWS];                 // a row's fp16 mask over the tile, or NULL: all of it is seen
+    float              slope[TQ_MAX_ROWS];                // the mask's factor (ALiBi); 1 elsewhere
+    TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][head_k]
+    tq_query_block     query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];             // [n][head_k / 32]
     int16_t            query_i16[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK][TQ_BLOCK];  // the same; of each four 0, 2, 1, 3
-    int32_t            query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];  // of each block's int8
-    TQ_ALIGNED float   acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                   // [n][head_v]
+    int32_t            query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];            // of each block's int8
+    TQ_ALIGNED float   acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                             // [n][head_v]
     // The decoded tile; what it holds depends on the type and the SIMD level (tq_attn.c).
     TQ_ALIGNED float   keys[TQ_TILE * TQ_MAX_HEAD];
     TQ_ALIGNED float   values[TQ_TILE * TQ_MAX_HEAD];

@@ -17,10 +17,10 @@ static_assert(sizeof(tq3_block) == 14, "tq3 is 14 bytes per 32 values");
 static_assert(sizeof(tq4_block) == 18, "tq4 is 18 bytes per 32 values");
 static_assert(sizeof(tq_query_block) == 36, "a query block is a float and 32 int8");
 
-#define TQ_MAX_INPUT  65504.0f              // the largest fp16, for inputs and for the block scale
-#define TQ_MIN_SUMSQ  1e-14f                // below this the fp16 scale would be 0: the block is stored as zeros
-#define TQ_WHT_SCALE  0.17677669529663687f  // 1/sqrt(32)
-#define TQ_LEVEL_STEP 0.03125f              // value = d * level / 32: centres fp16's range on the scales that occur
+#define TQ_MAX_INPUT    65504.0f  // the largest fp16, for inputs and for the block scale
+#define TQ_SAFE_LARGEST 65000.0f  // largest unscaled transformed value that proves all inputs within TQ_MAX_INPUT
+#define TQ_WHT_SCALE    0.17677669529663687f  // 1/sqrt(32)
+#define TQ_LEVEL_STEP   0.03125f              // value = d * level / 32: centres fp16's range on the scales that occur
 
 // One row per SIMD level; the dispatcher picks the first that runs here.
 typedef struct {
@@ -64,7 +64,7 @@ static const int8_t TQ_IQ4_NL_LEVELS[16] = { -127, -104, -83, -65, -49, -35, -22
                               int nrc);                                                                          \
     void tq_query_row_##suffix(const float * src, void * dst, int64_t n);                                        \
     void tq_attn_tile_##suffix(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values,   \
-                               int n_keys);                                                                     \
+                               int n_keys);                                                                      \
     void tq_attn_finish_##suffix(const tq_attn * a, float sum, const float * acc, float * dst)
 
 TQ_DECLARE_KERNELS(ref);
@@ -73,7 +73,6 @@ TQ_DECLARE_KERNELS(avx512bw);
 TQ_DECLARE_KERNELS(avx512);
 TQ_DECLARE_KERNELS(neon);
 TQ_DECLARE_KERNELS(dotprod);
-
 
 static inline uint32_t tq_float_bits(float x) {
     uint32_t bits;
@@ -89,11 +88,20 @@ static inline float tq_bits_float(uint32_t bits) {
 
 // fp16 of 0 <= x <= 65504, to nearest even. Written out so that a CPU without fp16 instructions gives the same bits.
 static inline uint16_t tq_scale_to_fp16(float x) {
+#if defined(__F16C__)
+    return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    const __fp16 h = (__fp16) x;
+    uint16_t bits;
+    memcpy(&bits, &h, sizeof(bits));
+    return bits;
+#else
     if (x < 6.103515625e-05f) {
         return (uint16_t) lrintf(x * 16777216.0f);  // subnormal: a multiple of 2^-24
     }
     const uint32_t bits = tq_float_bits(x);
     return (uint16_t) ((bits + 0xfff + ((bits >> 13) & 1) - (112u << 23)) >> 13);
+#endif
 }
 
 static inline float tq_fp16_to_float(uint16_t h) {
@@ -116,10 +124,26 @@ static inline float tq_fp16_to_float(uint16_t h) {
 #endif
 }
 
-// The refitted block scale: least squares over the chosen levels, back from fixed point.
-static inline uint16_t tq_refit_scale(int32_t dot, int32_t norm, float rms) {
-    const float d = ((float) dot / (float) norm) * (rms * (1.0f / TQ_RMS_ONE)) * (1.0f / TQ_LEVEL_STEP);
-    return tq_scale_to_fp16(fminf(d, TQ_MAX_INPUT));
+// Candidate k's scale, corrected to the least-squares one of its codes: x.L / L.L is the candidate times
+// 1 + residual.L / L.L, the residual being what the levels leave of x in units of the candidate.
+static inline uint16_t tq_fit_scale(const tq_encoder * e, int k, float largest, int32_t residual_dot, int32_t norm) {
+    const float correction = (float) residual_dot / (float) norm * e->half_step;
+    const float scale      = largest * e->scale[k] * (1.0f + correction);
+    return tq_scale_to_fp16(scale < TQ_MAX_INPUT ? scale : TQ_MAX_INPUT);  // fminf would be a call
+}
+
+static inline void tq3_set_scale(tq3_block * b, uint16_t d) {
+    b->d = d;
+    if (d == 0) {
+        memset(b, 0, sizeof(*b));
+    }
+}
+
+static inline void tq4_set_scale(tq4_block * b, uint16_t d) {
+    b->d = d;
+    if (d == 0) {
+        memset(b, 0, sizeof(*b));
+    }
 }
 
 #endif  // TQ_IMPL_H

@@ -2,10 +2,10 @@
 // int8 products.
 //
 //   intrinsic         instruction   does here
-//   vbslq_*           bsl/bit/bif   chooses bits of one of two vectors by a third
 //   vcvtnq_s32_f32    fcvtns        rounds to nearest even, as lrintf does
-//   vmlal_s16         smlal         int16 products, added to int32
-//   vqtbl1q_*         tbl           looks 16 codes up in a table of at most 16 levels
+//   vqtbl1q_*         tbl           looks 16 bytes up in a table of at most 16
+//   vqtbl2q_u8        tbl           looks 16 bytes up in a table of 32
+//   vpadalq_u8        uadalp        sums of two bytes, added to uint16
 //   vsliq_n_u8        sli           shifts one vector left and puts it above the low bits of another
 //   vdotq_s32         sdot          quadruples of int8 products, added to int32 (dotprod)
 //   vmlal_s8          smlal         int8 products, added to int16 (at most 2*127*128: no overflow)
@@ -25,22 +25,22 @@ typedef struct {
 } f32x32;
 
 typedef struct {
-    int16x8_t v[4];  // elements 0-7, 8-15, 16-23, 24-31
-} i16x32;
+    uint32x4_t v[8];  // as f32x32
+} u32x32;
 
 typedef struct {
     int8x16_t lo, hi;  // elements 0-15 and 16-31
 } i8x32;
+
+typedef struct {
+    uint8x16_t lo, hi;
+} u8x32;
 
 // Elements 0-15 and 16-31, a byte each: magnitude index, and above it (bit 2 of tq3, bit 3 of tq4) the sign. Table
 // look-up is by byte, so one table holds the levels of both signs.
 typedef struct {
     uint8x16_t lo, hi;
 } codes_x32;
-
-INLINE codes_x32 zero_codes(void) {
-    return (codes_x32){ vdupq_n_u8(0), vdupq_n_u8(0) };
-}
 
 // fmin and fmax of NEON return a NaN that they are given, so NaN goes first.
 INLINE float32x4_t sanitise(float32x4_t x) {
@@ -76,7 +76,8 @@ INLINE void walsh_hadamard_2x4(float32x4_t * a, float32x4_t * b) {
     *b = vcombine_f32(vget_high_f32(low), vget_high_f32(high));
 }
 
-INLINE f32x32 walsh_hadamard(f32x32 y) {
+// Not yet divided by sqrt(32).
+INLINE f32x32 unscaled_walsh_hadamard(f32x32 y) {
     for (int i = 0; i < 8; i += 2) {
         walsh_hadamard_2x4(&y.v[i], &y.v[i + 1]);
     }
@@ -87,143 +88,159 @@ INLINE f32x32 walsh_hadamard(f32x32 y) {
             }
         }
     }
+    return y;
+}
+
+INLINE f32x32 scale_by(f32x32 y, float factor) {
     for (int i = 0; i < 8; i++) {
-        y.v[i] = vmulq_n_f32(y.v[i], TQ_WHT_SCALE);
+        y.v[i] = vmulq_n_f32(y.v[i], factor);
     }
     return y;
 }
 
-INLINE f32x32 load_rotated(const float * x) {
+INLINE f32x32 walsh_hadamard(f32x32 y) {
+    return scale_by(unscaled_walsh_hadamard(y), TQ_WHT_SCALE);
+}
+
+INLINE f32x32 load_transformed(const float * x, bool sanitised) {
     f32x32 y;
     for (int i = 0; i < 8; i++) {
-        y.v[i] = sanitise(vld1q_f32(x + 4 * i));
+        y.v[i] = vld1q_f32(x + 4 * i);
+        y.v[i] = sanitised ? sanitise(y.v[i]) : y.v[i];
     }
-    return walsh_hadamard(flip_signs(y));
+    return unscaled_walsh_hadamard(flip_signs(y));
 }
 
-INLINE float sum_of_squares(f32x32 y) {
-    float32x4_t s[4];
-    for (int i = 0; i < 4; i++) {
-        s[i] = vaddq_f32(vmulq_f32(y.v[i], y.v[i]), vmulq_f32(y.v[i + 4], y.v[i + 4]));
-    }
-    const float32x4_t s4 = vaddq_f32(vaddq_f32(s[0], s[2]), vaddq_f32(s[1], s[3]));
-    return vpadds_f32(vadd_f32(vget_low_f32(s4), vget_high_f32(s4)));
+INLINE f32x32 load_rotated(const float * x) {
+    return scale_by(load_transformed(x, true), TQ_WHT_SCALE);
 }
 
-INLINE i16x32 to_fixed_point(f32x32 y, float inv_rms) {
-    i16x32 t;
-    for (int i = 0; i < 4; i++) {
-        const int32x4_t lo = vcvtnq_s32_f32(vmulq_n_f32(y.v[2 * i], inv_rms));
-        const int32x4_t hi = vcvtnq_s32_f32(vmulq_n_f32(y.v[2 * i + 1], inv_rms));
-        t.v[i]             = vmovn_high_s32(vmovn_s32(lo), hi);
+INLINE f32x32 abs_f32x32(f32x32 y) {
+    for (int i = 0; i < 8; i++) {
+        y.v[i] = vabsq_f32(y.v[i]);
     }
-    return t;
+    return y;
 }
 
-// What cells[] holds for each magnitude's cell. Thresholds ascend, so the last one that a magnitude exceeds decides.
-INLINE i16x32 look_up_cells(i16x32 magnitude, const int16_t * thresholds, const int8_t * cells, int n) {
-    i16x32 out;
+// Of magnitudes. As integers, so that NaN is the largest.
+INLINE float largest_of(f32x32 a) {
+    uint32x4_t m = vreinterpretq_u32_f32(a.v[0]);
+    for (int i = 1; i < 8; i++) {
+        m = vmaxq_u32(m, vreinterpretq_u32_f32(a.v[i]));
+    }
+    return tq_bits_float(vmaxvq_u32(m));
+}
+
+INLINE u8x32 low_bytes(u32x32 t) {
+    uint16x8_t h[4];
     for (int i = 0; i < 4; i++) {
-        out.v[i] = vdupq_n_s16(cells[0]);
-        for (int j = 0; j < n - 1; j++) {
-            const uint16x8_t past = vcgtq_s16(magnitude.v[i], vdupq_n_s16(thresholds[j]));
-            out.v[i]              = vbslq_s16(past, vdupq_n_s16(cells[j + 1]), out.v[i]);
+        h[i] = vuzp1q_u16(vreinterpretq_u16_u32(t.v[2 * i]), vreinterpretq_u16_u32(t.v[2 * i + 1]));
+    }
+    return (u8x32){ vuzp1q_u8(vreinterpretq_u8_u16(h[0]), vreinterpretq_u8_u16(h[1])),
+                    vuzp1q_u8(vreinterpretq_u8_u16(h[2]), vreinterpretq_u8_u16(h[3])) };
+}
+
+// Bit 7 of each is the sign.
+INLINE u8x32 high_bytes(f32x32 y) {
+    uint16x8_t h[4];
+    for (int i = 0; i < 4; i++) {
+        h[i] = vuzp2q_u16(vreinterpretq_u16_f32(y.v[2 * i]), vreinterpretq_u16_f32(y.v[2 * i + 1]));
+    }
+    return (u8x32){ vuzp2q_u8(vreinterpretq_u8_u16(h[0]), vreinterpretq_u8_u16(h[1])),
+                    vuzp2q_u8(vreinterpretq_u8_u16(h[2]), vreinterpretq_u8_u16(h[3])) };
+}
+
+INLINE u8x32 rounded_bytes(f32x32 y) {
+    u32x32 t;
+    for (int i = 0; i < 8; i++) {
+        t.v[i] = vreinterpretq_u32_s32(vcvtnq_s32_f32(y.v[i]));
+    }
+    return low_bytes(t);
+}
+
+INLINE u8x32 truncated_bytes(f32x32 y) {
+    u32x32 t;
+    for (int i = 0; i < 8; i++) {
+        t.v[i] = vcvtq_u32_f32(y.v[i]);
+    }
+    return low_bytes(t);
+}
+
+INLINE u8x32 look_up(const uint8_t * table16, u8x32 index) {
+    const uint8x16_t table = vld1q_u8(table16);
+    return (u8x32){ vqtbl1q_u8(table, index.lo), vqtbl1q_u8(table, index.hi) };
+}
+
+INLINE u8x32 add(u8x32 a, u8x32 b) {
+    return (u8x32){ vaddq_u8(a.lo, b.lo), vaddq_u8(a.hi, b.hi) };
+}
+
+INLINE u8x32 subtract(u8x32 a, u8x32 b) {
+    return (u8x32){ vsubq_u8(a.lo, b.lo), vsubq_u8(a.hi, b.hi) };
+}
+
+INLINE u8x32 high_halves(u8x32 v) {
+    return (u8x32){ vshrq_n_u8(v.lo, 4), vshrq_n_u8(v.hi, 4) };
+}
+
+INLINE i8x32 as_signed(u8x32 v) {
+    return (i8x32){ vreinterpretq_s8_u8(v.lo), vreinterpretq_s8_u8(v.hi) };
+}
+
+// The candidate scale with the least squared error, the first of equals.
+INLINE int search_scale(u8x32 bucket, const tq_encoder * e) {
+    static const uint16_t NUMBERS[TQ_N_CANDIDATES] = { 0, 1, 2, 3, 4, 5, 6, 7 };
+
+    uint16x8_t sums[TQ_N_CANDIDATES];
+    for (int k = 0; k < TQ_N_CANDIDATES; k++) {
+        const uint8x16x2_t errors = vld1q_u8_x2(e->errors[k]);
+        sums[k] = vpadalq_u8(vpaddlq_u8(vqtbl2q_u8(errors, bucket.lo)), vqtbl2q_u8(errors, bucket.hi));
+    }
+    for (int count = TQ_N_CANDIDATES / 2; count >= 1; count /= 2) {
+        for (int k = 0; k < count; k++) {
+            sums[k] = vpaddq_u16(sums[2 * k], sums[2 * k + 1]);
         }
     }
-    return out;
+    // a sum is at most 32*255, so a candidate's number fits below it
+    return vminvq_u16(vorrq_u16(vshlq_n_u16(sums[0], 3), vld1q_u16(NUMBERS))) % TQ_N_CANDIDATES;
 }
 
-INLINE int32x4_t dot_i16x32(i16x32 a, i16x32 b) {
-    int32x4_t sum = vdupq_n_s32(0);
-    for (int i = 0; i < 4; i++) {
-        sum = vmlal_s16(sum, vget_low_s16(a.v[i]), vget_low_s16(b.v[i]));
-        sum = vmlal_high_s16(sum, a.v[i], b.v[i]);
+INLINE int32x4_t dot_i8x32(i8x32 a, i8x32 b) {
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(vdotq_s32(vdupq_n_s32(0), a.lo, b.lo), a.hi, b.hi);
+#else
+    int16x8_t low  = vmull_s8(vget_low_s8(a.lo), vget_low_s8(b.lo));
+    int16x8_t high = vmull_high_s8(a.lo, b.lo);
+    low            = vmlal_s8(low, vget_low_s8(a.hi), vget_low_s8(b.hi));
+    high           = vmlal_high_s8(high, a.hi, b.hi);
+    return vpadalq_s16(vpaddlq_s16(low), high);
+#endif
+}
+
+// The codes of a block and its scale. sign is a code's bit for it.
+INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const tq_encoder * e, uint8_t sign) {
+    f32x32 y = load_transformed(x, false), a = abs_f32x32(y);
+    float  largest = largest_of(a);
+    if (!(largest <= TQ_SAFE_LARGEST)) {
+        y       = load_transformed(x, true);
+        a       = abs_f32x32(y);
+        largest = largest_of(a);
     }
-    return sum;
-}
+    const float inverse = 1.0f / largest;
+    const int   k       = search_scale(rounded_bytes(scale_by(a, (TQ_N_BUCKETS - 1) * inverse)), e);
 
-// Of levels: at most 4*127*127 a lane, which uint16 holds.
-INLINE int32x4_t norm_i16x32(i16x32 level) {
-    uint16x8_t sum = vdupq_n_u16(0);
-    for (int i = 0; i < 4; i++) {
-        const uint16x8_t l = vreinterpretq_u16_s16(level.v[i]);
-        sum                = vmlaq_u16(sum, l, l);
-    }
-    return vreinterpretq_s32_u32(vpaddlq_u16(sum));
-}
+    const u8x32     steps    = truncated_bytes(scale_by(a, e->steps[k] * inverse));
+    const u8x32     index    = high_halves(add(steps, look_up(e->index, high_halves(steps))));
+    const u8x32     level    = look_up(e->levels, index);
+    const u8x32     residual = subtract(add(steps, steps), look_up(e->half_steps, index));
+    const int32x4_t dot      = dot_i8x32(as_signed(level), as_signed(residual));
+    const int32x4_t norm     = dot_i8x32(as_signed(level), as_signed(level));
 
-INLINE int32x4_t sum_each_of_4(const int32x4_t * v) {
-    return vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3]));
-}
-
-INLINE float32x4_t score_f32x4(int32x4_t dot, int32x4_t norm) {
-    const float32x4_t d = vcvtq_f32_s32(dot);
-    return vdivq_f32(vmulq_f32(d, d), vcvtq_f32_s32(norm));
-}
-
-INLINE int first_of_largest(float32x4_t lo, float32x4_t hi) {
-    const float32x4_t largest = vdupq_n_f32(vmaxvq_f32(vmaxq_f32(lo, hi)));
-    const uint16x4_t  is_lo = vmovn_u32(vceqq_f32(lo, largest)), is_hi = vmovn_u32(vceqq_f32(hi, largest));
-    const uint8x8_t   is = vmovn_u16(vcombine_u16(is_lo, is_hi));
-    return __builtin_ctzll(vget_lane_u64(vreinterpret_u64_u8(is), 0)) / 8;
-}
-
-INLINE uint16_t search_scale(i16x32 magnitude, float rms, const int8_t * levels, const int16_t * thresholds, int n) {
-    int32x4_t dot_parts[TQ_N_CANDIDATES], norm_parts[TQ_N_CANDIDATES];
-    for (int k = 0; k < TQ_N_CANDIDATES; k++) {
-        const i16x32 level = look_up_cells(magnitude, thresholds + k * (n - 1), levels, n);
-        dot_parts[k]       = dot_i16x32(magnitude, level);
-        norm_parts[k]      = norm_i16x32(level);
-    }
-    int32_t         dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
-    const int32x4_t dot_lo = sum_each_of_4(dot_parts), dot_hi = sum_each_of_4(dot_parts + 4);
-    const int32x4_t norm_lo = sum_each_of_4(norm_parts), norm_hi = sum_each_of_4(norm_parts + 4);
-    vst1q_s32(dot, dot_lo);
-    vst1q_s32(dot + 4, dot_hi);
-    vst1q_s32(norm, norm_lo);
-    vst1q_s32(norm + 4, norm_hi);
-    const int best = first_of_largest(score_f32x4(dot_lo, norm_lo), score_f32x4(dot_hi, norm_hi));
-    return tq_refit_scale(dot[best], norm[best], rms);
-}
-
-// n is the number of levels, and as a code's bit the sign: it lies above the index.
-INLINE codes_x32 to_codes(i16x32 index, i16x32 value, int n) {
-    uint8x8_t code[4];
-    for (int i = 0; i < 4; i++) {
-        const uint16x8_t negative = vcltzq_s16(value.v[i]);
-        const uint16x8_t sign     = vandq_u16(negative, vdupq_n_u16((uint16_t) n));
-        code[i]                   = vmovn_u16(vorrq_u16(vreinterpretq_u16_s16(index.v[i]), sign));
-    }
-    return (codes_x32){ vcombine_u8(code[0], code[1]), vcombine_u8(code[2], code[3]) };
-}
-
-// The codes of a block and its scale; scale 0 means that all of the block's bytes are 0.
-INLINE uint16_t encode_block(const float * x, codes_x32 * codes, const int8_t * levels, const int16_t * thresholds,
-                             int n) {
-    static const int8_t INDICES[8] = { 0, 1, 2, 3, 4, 5, 6, 7 };
-
-    const f32x32 y      = load_rotated(x);
-    const float  sum_sq = sum_of_squares(y);
-    if (!(sum_sq >= TQ_MIN_SUMSQ)) {
-        return 0;
-    }
-    const float  rms     = sqrtf(sum_sq * (1.0f / TQ_BLOCK));
-    const float  inv_rms = TQ_RMS_ONE / rms;
-    const i16x32 value   = to_fixed_point(y, inv_rms);
-    i16x32       magnitude;
-    for (int i = 0; i < 4; i++) {
-        magnitude.v[i] = vabsq_s16(value.v[i]);
-    }
-    const uint16_t d     = search_scale(magnitude, rms, levels, thresholds, n);
-    const float    ratio = tq_fp16_to_float(d) * inv_rms * TQ_LEVEL_STEP;
-
-    int16_t edges[7];
-    for (int j = 0; j < n - 1; j++) {
-        const float t = ratio * (float) (levels[j] + levels[j + 1]) * 0.5f;
-        edges[j]      = (int16_t) vcvtns_s32_f32(fminf(t, 32767.0f));
-    }
-    *codes = to_codes(look_up_cells(magnitude, edges, INDICES, n), value, n);
-    return d;
+    const i8x32      negative = as_signed(high_bytes(y));
+    const uint8x16_t bit      = vdupq_n_u8(sign);
+    codes->lo                 = vorrq_u8(index.lo, vandq_u8(vcltzq_s8(negative.lo), bit));
+    codes->hi                 = vorrq_u8(index.hi, vandq_u8(vcltzq_s8(negative.hi), bit));
+    return tq_fit_scale(e, k, largest, vaddvq_s32(dot), vaddvq_s32(norm));
 }
 
 // Bit j in the four bytes that hold elements 4j to 4j + 3: of elements 0-15, and of 16-31.
@@ -236,11 +253,11 @@ INLINE uint8x16_t sign_bits_hi(void) {
 }
 
 INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
-    const uint8x16_t sign = vdupq_n_u8(4);
-    const uint8x16_t lo   = vandq_u8(vtstq_u8(codes.lo, sign), sign_bits_lo());
-    const uint8x16_t hi   = vandq_u8(vtstq_u8(codes.hi, sign), sign_bits_hi());
+    const uint8x16_t sign  = vdupq_n_u8(4);
+    const uint8x16_t lo    = vandq_u8(vtstq_u8(codes.lo, sign), sign_bits_lo());
+    const uint8x16_t hi    = vandq_u8(vtstq_u8(codes.hi, sign), sign_bits_hi());
     // no two of the words that are added share a bit
-    const uint32_t signs = vaddvq_u32(vreinterpretq_u32_u8(vorrq_u8(lo, hi)));
+    const uint32_t   signs = vaddvq_u32(vreinterpretq_u32_u8(vorrq_u8(lo, hi)));
     memcpy(b->signs, &signs, sizeof(b->signs));
     // each insertion overwrites the sign bit of the one before; the last one's is shifted out
     uint8x8_t planes = vsli_n_u8(vget_low_u8(codes.lo), vget_high_u8(codes.lo), 2);
@@ -251,10 +268,10 @@ INLINE void tq3_pack(tq3_block * b, codes_x32 codes) {
 INLINE codes_x32 tq3_unpack(const tq3_block * b) {
     uint32_t signs;
     memcpy(&signs, b->signs, sizeof(signs));
-    const uint8x16_t planes   = vcombine_u8(vld1_u8(b->qs), vld1_u8(b->qs));
-    const uint8x16_t lo       = vshlq_u8(planes, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-2)));
-    const uint8x16_t hi       = vshlq_u8(planes, vcombine_s8(vdup_n_s8(-4), vdup_n_s8(-6)));
-    const uint8x16_t bytes    = vreinterpretq_u8_u32(vdupq_n_u32(signs));
+    const uint8x16_t planes = vcombine_u8(vld1_u8(b->qs), vld1_u8(b->qs));
+    const uint8x16_t lo     = vshlq_u8(planes, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-2)));
+    const uint8x16_t hi     = vshlq_u8(planes, vcombine_s8(vdup_n_s8(-4), vdup_n_s8(-6)));
+    const uint8x16_t bytes  = vreinterpretq_u8_u32(vdupq_n_u32(signs));
     const uint8x16_t sign = vdupq_n_u8(4), index = vdupq_n_u8(3);
     return (codes_x32){ vbslq_u8(sign, vtstq_u8(bytes, sign_bits_lo()), vandq_u8(lo, index)),
                         vbslq_u8(sign, vtstq_u8(bytes, sign_bits_hi()), vandq_u8(hi, index)) };
@@ -296,18 +313,6 @@ INLINE void store_values(i8x32 level, uint16_t d, bool unrotate, float * dst) {
     }
 }
 
-INLINE int32x4_t dot_i8x32(i8x32 a, i8x32 b) {
-#ifdef __ARM_FEATURE_DOTPROD
-    return vdotq_s32(vdotq_s32(vdupq_n_s32(0), a.lo, b.lo), a.hi, b.hi);
-#else
-    int16x8_t low  = vmull_s8(vget_low_s8(a.lo), vget_low_s8(b.lo));
-    int16x8_t high = vmull_high_s8(a.lo, b.lo);
-    low            = vmlal_s8(low, vget_low_s8(a.hi), vget_low_s8(b.hi));
-    high           = vmlal_high_s8(high, a.hi, b.hi);
-    return vpadalq_s16(vpaddlq_s16(low), high);
-#endif
-}
-
 INLINE float32x4_t add_block_dot(float32x4_t sum, i8x32 level, uint16_t d, const tq_query_block * q) {
     const i8x32 query = { vld1q_s8(q->qs), vld1q_s8(q->qs + 16) };
     return vfmaq_n_f32(sum, vcvtq_f32_s32(dot_i8x32(level, query)), tq_fp16_to_float(d) * q->d);
@@ -318,11 +323,10 @@ INLINE float32x4_t add_block_dot(float32x4_t sum, i8x32 level, uint16_t d, const
     void FN(tq##_quantize_row)(const float * src, void * dst, int64_t n) {                                       \
         tq##_block * blocks = dst;                                                                               \
         for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
-            codes_x32      codes = zero_codes();                                                                 \
-            const uint16_t d =                                                                                   \
-                encode_block(src + ib * TQ_BLOCK, &codes, TQ##_LEVELS, TQ##_CANDIDATE_THRESHOLDS[0], n_levels);  \
-            blocks[ib].d = d;                                                                                    \
-            tq##_pack(&blocks[ib], d != 0 ? codes : zero_codes());                                               \
+            codes_x32      codes;                                                                                \
+            const uint16_t d = encode_block(src + ib * TQ_BLOCK, &codes, &TQ##_ENCODER, n_levels);               \
+            tq##_pack(&blocks[ib], codes);                                                                       \
+            tq##_set_scale(&blocks[ib], d);                                                                      \
         }                                                                                                        \
     }                                                                                                            \
     INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                           \
@@ -354,22 +358,14 @@ INLINE float32x4_t add_block_dot(float32x4_t sum, i8x32 level, uint16_t d, const
 DEFINE_TYPE(tq3, TQ3, 4)
 DEFINE_TYPE(tq4, TQ4, 8)
 
-INLINE float max_abs_f32x32(f32x32 y) {
-    float32x4_t m = vdupq_n_f32(0);
-    for (int i = 0; i < 8; i++) {
-        m = vmaxq_f32(m, vabsq_f32(y.v[i]));
-    }
-    return vmaxvq_f32(m);
-}
-
 void FN(tq_query_row)(const float * src, void * dst, int64_t n) {
     tq_query_block * blocks = dst;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
         const f32x32 y = load_rotated(src + ib * TQ_BLOCK);
-        const float  d = max_abs_f32x32(y) * (1.0f / 127.0f);
-        const i16x32 t = to_fixed_point(y, d >= 1e-30f ? 1.0f / d : 0.0f);
+        const float  d = largest_of(abs_f32x32(y)) * (1.0f / 127.0f);
+        const u8x32  t = rounded_bytes(scale_by(y, d >= 1e-30f ? 1.0f / d : 0.0f));
         blocks[ib].d   = d;
-        vst1q_s8(blocks[ib].qs, vmovn_high_s16(vmovn_s16(t.v[0]), t.v[1]));
-        vst1q_s8(blocks[ib].qs + 16, vmovn_high_s16(vmovn_s16(t.v[2]), t.v[3]));
+        vst1q_u8((uint8_t *) blocks[ib].qs, t.lo);
+        vst1q_u8((uint8_t *) blocks[ib].qs + 16, t.hi);
     }
 }

@@ -1,38 +1,23 @@
 // The reference codec. Every other file must give these bytes; scripts and tests compare against it.
 //
 // Encoding a block (docs/codec.md):
-//   1. rotate: fixed signs, then a Walsh-Hadamard transform of 32;
-//   2. bring the block to fixed point, its root mean square being TQ_RMS_ONE, so that all the searching is on integers
-//      and gives the same codes on every CPU;
-//   3. try TQ_N_CANDIDATES scales; the one whose levels have the largest (x.L)^2/(L.L) leaves the least squared error;
-//   4. refit the scale by least squares, round it to fp16, and code every value with that scale.
+//   1. transform: fixed signs, then a Walsh-Hadamard transform of 32, not yet divided by sqrt(32);
+//   2. for TQ_N_CANDIDATES scales add up the squared errors, which are tables of the magnitudes in 31sts of the
+//   largest;
+//   3. code every value with the best of these scales;
+//   4. correct the scale to the least-squares one of the codes, and round it to fp16.
 #if defined(__AVX2__)
 #    error "the reference must not be compiled for AVX2: it is what runs on CPUs without it"
 #endif
 
 #include "tq_impl.h"
 
-typedef struct {
-    int             n_levels;
-    const int8_t *  levels;      // magnitudes, ascending
-    const int16_t * thresholds;  // [TQ_N_CANDIDATES][n_levels - 1]
-} codebook;
-
-static const codebook TQ3 = { 4, TQ3_LEVELS, TQ3_CANDIDATE_THRESHOLDS[0] };
-static const codebook TQ4 = { 8, TQ4_LEVELS, TQ4_CANDIDATE_THRESHOLDS[0] };
-
-// A block in fixed point, or is_zero.
-typedef struct {
-    bool    is_zero;
-    float   rms;
-    float   inv_rms;  // TQ_RMS_ONE / rms
-    int16_t magnitude[TQ_BLOCK];
-    bool    negative[TQ_BLOCK];
-} fixed_block;
+#define MIN_LARGEST 1e-8f  // smaller blocks, as transformed, are zeros: fp16 has no such scale
 
 typedef struct {
     uint16_t d;
     uint8_t  index[TQ_BLOCK];
+    bool     negative[TQ_BLOCK];
 } coded_block;
 
 static void walsh_hadamard(float * y) {
@@ -46,8 +31,11 @@ static void walsh_hadamard(float * y) {
             }
         }
     }
+}
+
+static void scale_by(float * y, float factor) {
     for (int i = 0; i < TQ_BLOCK; i++) {
-        y[i] *= TQ_WHT_SCALE;
+        y[i] *= factor;
     }
 }
 
@@ -64,7 +52,7 @@ static float sanitise(float x) {
     return fmaxf(-TQ_MAX_INPUT, fminf(x, TQ_MAX_INPUT));
 }
 
-static void rotate(const float * x, float * y) {
+static void transform(const float * x, float * y) {
     for (int i = 0; i < TQ_BLOCK; i++) {
         y[i] = sanitise(x[i]);
     }
@@ -72,107 +60,73 @@ static void rotate(const float * x, float * y) {
     walsh_hadamard(y);
 }
 
+static void rotate(const float * x, float * y) {
+    transform(x, y);
+    scale_by(y, TQ_WHT_SCALE);
+}
+
 static void unrotate(float * y) {
     walsh_hadamard(y);
+    scale_by(y, TQ_WHT_SCALE);
     flip_signs(y);
 }
 
-// In the order in which SIMD lanes are folded, so that all levels round alike.
-static float sum_of_squares(const float * y) {
-    float lanes[16];
-    for (int j = 0; j < 16; j++) {
-        lanes[j] = y[j] * y[j] + y[j + 16] * y[j + 16];
-    }
-    for (int width = 8; width >= 1; width /= 2) {
-        for (int j = 0; j < width; j++) {
-            lanes[j] += lanes[j + width];
-        }
-    }
-    return lanes[0];
-}
-
-static fixed_block to_fixed_point(const float * y) {
-    fixed_block b      = { 0 };
-    const float sum_sq = sum_of_squares(y);
-    b.is_zero          = !(sum_sq >= TQ_MIN_SUMSQ);
-    if (b.is_zero) {
-        return b;
-    }
-    b.rms     = sqrtf(sum_sq * (1.0f / TQ_BLOCK));
-    b.inv_rms = TQ_RMS_ONE / b.rms;
+static float max_abs(const float * y) {
+    float largest = 0.0f;
     for (int i = 0; i < TQ_BLOCK; i++) {
-        const int t    = (int) lrintf(y[i] * b.inv_rms);
-        b.negative[i]  = t < 0;
-        b.magnitude[i] = (int16_t) (t < 0 ? -t : t);
+        largest = fmaxf(largest, fabsf(y[i]));
     }
-    return b;
+    return largest;
 }
 
-static int count_exceeded(int16_t magnitude, const int16_t * thresholds, int n) {
-    int count = 0;
-    for (int j = 0; j < n; j++) {
-        count += magnitude > thresholds[j];
-    }
-    return count;
-}
-
-static uint16_t search_scale(const codebook * book, const fixed_block * b) {
-    float   best_score = -1.0f;
-    int32_t best_dot   = 0;
-    int32_t best_norm  = 1;
+// The candidate scale with the least squared error, the first of equals.
+static int best_candidate(const tq_encoder * e, const float * y, float inverse) {
+    int best = 0, best_sum = INT32_MAX;
     for (int k = 0; k < TQ_N_CANDIDATES; k++) {
-        const int16_t * thresholds = book->thresholds + k * (book->n_levels - 1);
-        int32_t         dot        = 0;
-        int32_t         norm       = 0;
+        int sum = 0;
         for (int i = 0; i < TQ_BLOCK; i++) {
-            const int32_t level = book->levels[count_exceeded(b->magnitude[i], thresholds, book->n_levels - 1)];
-            dot += b->magnitude[i] * level;
-            norm += level * level;
+            sum += e->errors[k][lrintf(fabsf(y[i]) * ((TQ_N_BUCKETS - 1) * inverse))];
         }
-        const float score = ((float) dot * (float) dot) / (float) norm;
-        if (score > best_score) {
-            best_score = score;
-            best_dot   = dot;
-            best_norm  = norm;
+        if (sum < best_sum) {
+            best     = k;
+            best_sum = sum;
         }
     }
-    return tq_refit_scale(best_dot, best_norm, b->rms);
+    return best;
 }
 
-static void final_thresholds(const codebook * book, const fixed_block * b, uint16_t d, int16_t * thresholds) {
-    const float ratio = tq_fp16_to_float(d) * b->inv_rms * TQ_LEVEL_STEP;
-    for (int j = 0; j < book->n_levels - 1; j++) {
-        const float t = ratio * (float) (book->levels[j] + book->levels[j + 1]) * 0.5f;
-        thresholds[j] = (int16_t) lrintf(fminf(t, 32767.0f));
-    }
-}
-
-static coded_block code_block(const codebook * book, const fixed_block * b) {
+static coded_block code_block(const tq_encoder * e, const float * x) {
     coded_block c = { 0 };
-    c.d           = b->is_zero ? 0 : search_scale(book, b);
-    if (c.d == 0) {
+    float       y[TQ_BLOCK];
+    transform(x, y);
+    const float largest = max_abs(y);
+    if (largest < MIN_LARGEST) {
         return c;
     }
-    int16_t thresholds[7];
-    final_thresholds(book, b, c.d, thresholds);
+    const float inverse = 1.0f / largest;
+    const int   k       = best_candidate(e, y, inverse);
+    int32_t     dot = 0, norm = 0;
     for (int i = 0; i < TQ_BLOCK; i++) {
-        c.index[i] = (uint8_t) count_exceeded(b->magnitude[i], thresholds, book->n_levels - 1);
+        const uint8_t steps = (uint8_t) (fabsf(y[i]) * (e->steps[k] * inverse));
+        c.index[i]          = (uint8_t) (steps + e->index[steps / 16]) / 16;
+        c.negative[i]       = signbit(y[i]) != 0;
+        const int level     = e->levels[c.index[i]];
+        dot += level * (int8_t) (2 * steps - e->half_steps[c.index[i]]);
+        norm += level * level;
     }
+    c.d = tq_fit_scale(e, k, largest, dot, norm);
     return c;
 }
 
 void tq3_quantize_row_ref(const float * src, void * dst, int64_t n) {
     tq3_block * blocks = dst;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
-        float y[TQ_BLOCK];
-        rotate(src + ib * TQ_BLOCK, y);
-        const fixed_block b = to_fixed_point(y);
-        const coded_block c = code_block(&TQ3, &b);
+        const coded_block c = code_block(&TQ3_ENCODER, src + ib * TQ_BLOCK);
         memset(&blocks[ib], 0, sizeof(tq3_block));
         blocks[ib].d = c.d;
         for (int i = 0; i < TQ_BLOCK && c.d != 0; i++) {
             blocks[ib].qs[i % 8] |= (uint8_t) (c.index[i] << (i / 8 * 2));
-            blocks[ib].signs[i % 4] |= (uint8_t) (b.negative[i] << (i / 4));
+            blocks[ib].signs[i % 4] |= (uint8_t) (c.negative[i] << (i / 4));
         }
     }
 }
@@ -180,14 +134,11 @@ void tq3_quantize_row_ref(const float * src, void * dst, int64_t n) {
 void tq4_quantize_row_ref(const float * src, void * dst, int64_t n) {
     tq4_block * blocks = dst;
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
-        float y[TQ_BLOCK];
-        rotate(src + ib * TQ_BLOCK, y);
-        const fixed_block b = to_fixed_point(y);
-        const coded_block c = code_block(&TQ4, &b);
+        const coded_block c = code_block(&TQ4_ENCODER, src + ib * TQ_BLOCK);
         memset(&blocks[ib], 0, sizeof(tq4_block));
         blocks[ib].d = c.d;
         for (int i = 0; i < TQ_BLOCK && c.d != 0; i++) {
-            const uint8_t code = (uint8_t) (c.index[i] | b.negative[i] << 3);
+            const uint8_t code = (uint8_t) (c.index[i] | c.negative[i] << 3);
             blocks[ib].qs[i % 16] |= (uint8_t) (code << (i / 16 * 4));
         }
     }
@@ -248,11 +199,7 @@ void tq_query_row_ref(const float * src, void * dst, int64_t n) {
     for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {
         float y[TQ_BLOCK];
         rotate(src + ib * TQ_BLOCK, y);
-        float max_abs = 0.0f;
-        for (int i = 0; i < TQ_BLOCK; i++) {
-            max_abs = fmaxf(max_abs, fabsf(y[i]));
-        }
-        const float d  = max_abs * (1.0f / 127.0f);
+        const float d  = max_abs(y) * (1.0f / 127.0f);
         const float id = d >= 1e-30f ? 1.0f / d : 0.0f;
         blocks[ib].d   = d;
         for (int i = 0; i < TQ_BLOCK; i++) {

@@ -159,10 +159,10 @@ INLINE void store_narrow(int16_t * p, vf x) {
 // The level of each code, plus a bias.
 INLINE void make_table(tq_cache_type type, int bias, int8_t * table) {
     for (int i = 0; i < 16; i++) {
-        const int level = type == TQ_CACHE_TQ3    ? TQ3_LEVELS[i & 3] * (i & 4 ? -1 : 1) :
-                          type == TQ_CACHE_TQ4    ? TQ4_LEVELS[i & 7] * (i & 8 ? -1 : 1) :
-                          type == TQ_CACHE_IQ4_NL ? TQ_IQ4_NL_LEVELS[i] :
-                                                    i - 8;
+        const int level = type == TQ_CACHE_TQ3      ? TQ3_LEVELS[i & 3] * (i & 4 ? -1 : 1)
+                          : type == TQ_CACHE_TQ4    ? TQ4_LEVELS[i & 7] * (i & 8 ? -1 : 1)
+                          : type == TQ_CACHE_IQ4_NL ? TQ_IQ4_NL_LEVELS[i]
+                                                    : i - 8;
         table[i]        = (int8_t) (level + bias);
     }
 }

@@ -62,11 +62,11 @@ INLINE void store_i32(void * p, vi x) {
 }
 
 INLINE vf splat(float x) {
-    return x - (vf){ 0 };
+    return x - (vf) { 0 };
 }
 
 INLINE vi splat_i32(int32_t x) {
-    return x - (vi){ 0 };
+    return x - (vi) { 0 };
 }
 
 INLINE vf to_float(vi x) {
@@ -184,7 +184,7 @@ INLINE vf load_f16(const uint16_t * p) {
 #    if defined(__aarch64__) && !defined(TQ_ATTN_REF)
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #    else
-    return (vf){ tq_fp16_to_float(p[0]), tq_fp16_to_float(p[1]), tq_fp16_to_float(p[2]), tq_fp16_to_float(p[3]) };
+    return (vf) { tq_fp16_to_float(p[0]), tq_fp16_to_float(p[1]), tq_fp16_to_float(p[2]), tq_fp16_to_float(p[3]) };
 #    endif
 }
 
@@ -195,12 +195,12 @@ INLINE vi gather_pieces(const char * const * row, size_t offset) {
 INLINE void transpose_pieces(vi * x) {
     const vi a = x[0], b = x[1], c = x[2], d = x[3];
     for (int i = 0; i < 4; i++) {
-        x[i] = (vi){ a[i], b[i], c[i], d[i] };
+        x[i] = (vi) { a[i], b[i], c[i], d[i] };
     }
 }
 
 INLINE vf partners(vf x, int h) {
-    return h == 1 ? (vf){ x[1], x[0], x[3], x[2] } : (vf){ x[2], x[3], x[0], x[1] };
+    return h == 1 ? (vf) { x[1], x[0], x[3], x[2] } : (vf) { x[2], x[3], x[0], x[1] };
 }
 
 #endif
@@ -249,7 +249,7 @@ typedef struct {
 } weighted;
 
 INLINE operand load_operand(const void * p) {
-    return (operand){ load_i32(p) };
+    return (operand) { load_i32(p) };
 }
 
 INLINE vi dot_key(vi sum, operand key, const int8_t * query, const int16_t * query_i16) {
@@ -294,7 +294,7 @@ typedef struct {
 
 INLINE operand load_operand(const void * p) {
     const X86_INT x = (X86_INT) load_i32(p);
-    return (operand){ (vi) X86(srai_epi16)(X86(slli_epi16)(x, 8), 8), (vi) X86(srai_epi16)(x, 8) };
+    return (operand) { (vi) X86(srai_epi16)(X86(slli_epi16)(x, 8), 8), (vi) X86(srai_epi16)(x, 8) };
 }
 
 // + x.even * words[0] + x.odd * words[step]
@@ -312,14 +312,15 @@ INLINE vi dot_key(vi sum, operand key, const int8_t * query_i8, const int16_t * 
 }
 
 INLINE weighted dot_value(weighted sum, operand value, const int32_t * words) {
-    return (weighted){ add_products(sum.sum, value, words, 2) };
+    return (weighted) { add_products(sum.sum, value, words, 2) };
 }
 
 INLINE vi total(weighted sum) {
     return sum.sum;
 }
 
-#        define WEIGHT_WORDS 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15  // keys 0 and 2, 4 and 6; 1 and 3, ...
+#        define WEIGHT_WORDS \
+            0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15  // keys 0 and 2, 4 and 6; 1 and 3, ...
 
 #    endif
 
@@ -346,7 +347,7 @@ INLINE vi gather_codes(const char * const * row, size_t offset, int n_bytes) {
 }
 
 INLINE void interleave_quad(const char * const * row, size_t offset, int n_bytes, vi * out) {
-    const vi      x = four_codes(row[0] + offset, row[1] + offset, row[2] + offset, row[3] + offset, n_bytes);
+    const vi      x     = four_codes(row[0] + offset, row[1] + offset, row[2] + offset, row[3] + offset, n_bytes);
     const __m512i lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     out[0]              = (vi) _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, (__m512i) x), bytes);
@@ -377,8 +378,8 @@ INLINE vi lookup(const int8_t * table, vi codes) {
 }
 
 INLINE __m128i load_codes(const char * p, int n_bytes) {
-    return n_bytes == 16 ? _mm_loadu_si128((const __m128i *) p) :
-                           _mm_maskload_epi32((const int *) (const void *) p, _mm_setr_epi32(-1, -1, -1, 0));
+    return n_bytes == 16 ? _mm_loadu_si128((const __m128i *) p)
+                         : _mm_maskload_epi32((const int *) (const void *) p, _mm_setr_epi32(-1, -1, -1, 0));
 }
 
 INLINE vi gather_codes(const char * const * row, size_t offset, int n_bytes) {

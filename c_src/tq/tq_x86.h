@@ -14,22 +14,9 @@ INLINE float sum_f32x8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
 }
 
-INLINE int first_of_largest(__m256 score) {
-    __m256 m = _mm256_max_ps(score, _mm256_permute2f128_ps(score, score, 1));
-    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0x4e));
-    m        = _mm256_max_ps(m, _mm256_permute_ps(m, 0xb1));
-    return __builtin_ctz((unsigned) _mm256_movemask_ps(_mm256_cmp_ps(score, m, _CMP_EQ_OQ)));
-}
-
-// The candidate scale that leaves the least error, refitted, from each candidate's x.L and L.L.
-INLINE uint16_t best_scale(__m256i dot_i32x8, __m256i norm_i32x8, float rms) {
-    int32_t dot[TQ_N_CANDIDATES], norm[TQ_N_CANDIDATES];
-    _mm256_storeu_si256((__m256i *) dot, dot_i32x8);
-    _mm256_storeu_si256((__m256i *) norm, norm_i32x8);
-    const __m256 dot_f32x8 = _mm256_cvtepi32_ps(dot_i32x8);
-    const __m256 score     = _mm256_div_ps(_mm256_mul_ps(dot_f32x8, dot_f32x8), _mm256_cvtepi32_ps(norm_i32x8));
-    const int    best      = first_of_largest(score);
-    return tq_refit_scale(dot[best], norm[best], rms);
+// The smallest of eight uint16, the first of equals.
+INLINE int first_of_smallest(__m128i v_u16x8) {
+    return _mm_extract_epi16(_mm_minpos_epu16(v_u16x8), 1);
 }
 
 // _mm_loadu_si32 came late to gcc
@@ -48,12 +35,6 @@ INLINE __m256i tq4_lookup(__m256i index_u8x32) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *) TQ4_LEVELS)), index_u8x32);
 }
 
-INLINE void tq3_pack_indices(tq3_block * b, __m256i index_u8x32) {
-    const __m256i shifted = _mm256_sllv_epi64(index_u8x32, _mm256_set_epi64x(6, 4, 2, 0));
-    const __m128i half    = _mm_or_si128(_mm256_castsi256_si128(shifted), _mm256_extracti128_si256(shifted, 1));
-    _mm_storel_epi64((__m128i *) b->qs, _mm_or_si128(half, _mm_unpackhi_epi64(half, half)));
-}
-
 INLINE __m256i tq3_unpack_indices(const tq3_block * b) {
     int64_t planes;
     memcpy(&planes, b->qs, sizeof(planes));
@@ -67,23 +48,9 @@ INLINE __m256i tq3_sign_bits(void) {
                             0x01010101);
 }
 
-// From each element's bit or 0.
-INLINE void tq3_pack_signs(tq3_block * b, __m256i bit_u8x32) {
-    __m128i s = _mm_or_si128(_mm256_castsi256_si128(bit_u8x32), _mm256_extracti128_si256(bit_u8x32, 1));
-    s         = _mm_or_si128(s, _mm_unpackhi_epi64(s, s));
-    s         = _mm_or_si128(s, _mm_srli_epi64(s, 32));
-    const int signs = _mm_cvtsi128_si32(s);
-    memcpy(b->signs, &signs, sizeof(b->signs));
-}
-
 // The four sign bytes, for each four elements.
 INLINE __m256i tq3_unpack_signs(const tq3_block * b) {
     return _mm256_broadcastd_epi32(four_bytes(b->signs));
-}
-
-INLINE void tq4_pack_codes(tq4_block * b, __m256i code_u8x32) {
-    const __m128i high = _mm_slli_epi16(_mm256_extracti128_si256(code_u8x32, 1), 4);
-    _mm_storeu_si128((__m128i *) b->qs, _mm_or_si128(_mm256_castsi256_si128(code_u8x32), high));
 }
 
 // A code in the low nibble of each byte; the high nibbles hold what was beside it.
