@@ -7,6 +7,7 @@
 #include "ggml-impl.h"
 #include "ggml.h"
 #include "tq_attn.h"
+#include "tq_hook.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -76,9 +77,6 @@ static bool rows_are_whole(const struct ggml_tensor * t) {
 
 // Depends on the operator alone: all threads, and the work size, must come to the same answer.
 static bool is_ours(const struct ggml_tensor * op) {
-    if (op->op != GGML_OP_FLASH_ATTN_EXT) {
-        return false;
-    }
     const struct ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
     return rows_are_whole(k) && rows_are_whole(v) && q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float) &&
            k->ne[2] == v->ne[2] && k->ne[3] == v->ne[3] && q->ne[2] % k->ne[2] == 0 && q->ne[3] % k->ne[3] == 0 &&
@@ -129,7 +127,7 @@ static size_t partial_floats(const plan * p) {
     return 2 + (size_t) p->attn.head_v;  // maximum, sum, accumulator
 }
 
-size_t tq_work_size(int n_threads, const struct ggml_tensor * op) {
+size_t tq_flash_attn_work_size(int n_threads, const struct ggml_tensor * op) {
     if (!is_ours(op)) {
         return 0;
     }
@@ -280,9 +278,8 @@ static void add_partials(const plan * p, int64_t row, float * acc, float * parti
     finish_row(p, row, max, sum, acc);
 }
 
-bool tq_compute_forward(const struct ggml_compute_params * params, struct ggml_tensor * op) {
-    // use_ref asks for ggml's own operator: the oracle of test-backend-ops
-    if (params->use_ref || !is_ours(op) || (use_stock && !is_tq(op->src[1]) && !is_tq(op->src[2]))) {
+bool tq_flash_attn(const struct ggml_compute_params * params, struct ggml_tensor * op) {
+    if (!is_ours(op) || (use_stock && !is_tq(op->src[1]) && !is_tq(op->src[2]))) {
         return false;
     }
     const plan     p        = make_plan(params->nth, op);
