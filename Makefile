@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-C_FILES = $(filter-out %codebook.h,$(wildcard c_src/tq/*.[ch] c_src/ggml/*.[ch] c_src/ggml/*.cpp tests/*.c))
+C_FILES = $(filter-out %codebook.h,$(wildcard c_src/tq/*.[ch] c_src/ggml/*.[ch] c_src/ggml/*.cpp c_src/bench/*.[ch] \
+	tests/*.c))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test dev bench sanitize lint format codebooks clean
@@ -15,15 +16,16 @@ demo: $(VENV)/built  ## build everything and compare the cache types on a real m
 	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/built $(VENV)/tests  ## build everything and run all tests
-	@$(BIN)/python scripts/build.py --llama-tests
+	@$(BIN)/python scripts/build.py --llama-tests --bench
 	$(BIN)/python -m pytest
 
 dev: $(VENV)/packages  ## rebuild after an edit
 	@$(BIN)/python scripts/build.py
 	@touch $(VENV)/built
 
-bench: $(VENV)/built  ## prefill and decode rates of the cache types on a real model
-	$(BIN)/tq-ggml bench --model smollm2 --depth 0,1024 --n-prompt 256
+bench: $(VENV)/built $(VENV)/bench  ## measure attention and whole models, and write docs/speed.md; about an hour
+	@$(BIN)/python scripts/build.py --bench
+	$(BIN)/python scripts/bench.py
 
 sanitize: $(VENV)/built $(VENV)/tests  ## the kernels and the attention under ASan and UBSan (part of make test too)
 	$(BIN)/python -m pytest -k sanitizers
@@ -63,6 +65,10 @@ $(VENV)/tests: $(VENV)/packages
 	$(BIN)/python -m pip install --quiet --group test
 	@$(BIN)/python -m pip install --quiet --only-binary faiss-cpu --group oracle || \
 		echo "No faiss-cpu for this machine: one test, which compares our codebooks with it, will be skipped."
+	@touch $@
+
+$(VENV)/bench: $(VENV)/packages
+	$(BIN)/python -m pip install --quiet --group bench
 	@touch $@
 
 $(VENV)/lint: $(VENV)/packages

@@ -3,6 +3,7 @@
     python scripts/build.py                      the package, editable; rebuilds only what changed
     python scripts/build.py --llama-cpp-python   llama-cpp-python without a llama.cpp of its own, if there is none yet
     python scripts/build.py --llama-tests        llama.cpp's own tests of our types, in the same build tree
+    python scripts/build.py --bench              tq-attn-bench, in the same build tree; goes with --llama-tests
 
 The output goes to build/build.log as it comes; what matters of it is shown when something fails. With CI set, warnings
 in our own C are errors.
@@ -11,6 +12,7 @@ in our own C are errors.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import re
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "build.log"
 STEP = re.compile(r"\s*\[(\d+)/(\d+)\] (\S+)")
 PIP = [sys.executable, "-m", "pip", "install", "--verbose", "--no-build-isolation"]
-TESTS = "tq-llama-tests"
+TESTS, BENCH = "tq-llama-tests", "tq-attn-bench"
 
 
 def environment() -> dict[str, str]:
@@ -106,24 +108,27 @@ def package() -> int:
     return run("tq-ggml and llama.cpp", [*PIP, "--editable", str(ROOT)])
 
 
-def llama_tests() -> int:
-    """llama.cpp's tests, in the build tree of the package; that comes first where it is missing or unusable."""
+def targets(names: list[str]) -> int:
+    """What is built only when named, in the package's build tree; that comes first where it is missing or unusable."""
     tree = build_tree()
     if not (tree and usable(tree)) and (failed := package()):
         return failed
-    return run("llama.cpp's tests", [sys.executable, "-m", "cmake", "--build", str(build_tree()), "--target", TESTS])
+    return run(", ".join(names), [sys.executable, "-m", "cmake", "--build", str(build_tree()), "--target", *names])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--llama-cpp-python", action="store_true", help="install llama-cpp-python without libraries")
-    what.add_argument("--llama-tests", action="store_true", help="build llama.cpp's own tests of our types")
+    parser.add_argument("--llama-cpp-python", action="store_true", help="install llama-cpp-python without libraries")
+    add_target = functools.partial(parser.add_argument, dest="targets", action="append_const")
+    add_target("--llama-tests", const=TESTS, help="build llama.cpp's own tests of our types")
+    add_target("--bench", const=BENCH, help="build the program that times attention")
     args = parser.parse_args()
+    if args.llama_cpp_python and args.targets:
+        parser.error("--llama-cpp-python is a step of its own")
     try:
         if args.llama_cpp_python:
             return llama_cpp_python()
-        return llama_tests() if args.llama_tests else package()
+        return targets(args.targets) if args.targets else package()
     except FetchError as error:
         print(f"build: {error}", file=sys.stderr)
         return 1

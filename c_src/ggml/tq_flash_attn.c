@@ -16,6 +16,8 @@
 
 #define MIN_KEYS_PER_JOB 256
 #define JOBS_PER_THREAD  4
+#define FEW_ROWS         32
+#define RANGE_BYTES      (768 * 1024)  // most of a second-level cache
 
 typedef struct {
     const struct ggml_tensor *q, *k, *v, *mask, *sinks;
@@ -84,6 +86,22 @@ static bool is_ours(const struct ggml_tensor * op) {
            (mask == NULL || (mask->type == GGML_TYPE_F16 && mask->nb[0] == sizeof(ggml_fp16_t)));
 }
 
+// All keys where the query rows keep the threads busy. Else enough ranges for the threads; and for few rows, where
+// memory is what one waits for, no longer a range than stays in a core's cache while one head after the other goes
+// over it: in llama.cpp's cache the heads of a key lie side by side.
+static int64_t keys_per_job(const plan * p, int n_threads) {
+    const int64_t row_jobs = p->token_jobs * p->n_head_kv * p->n_seq;
+    const int64_t wanted   = JOBS_PER_THREAD * n_threads;
+    int64_t       keys     = p->n_kv;
+    if (row_jobs < wanted) {
+        keys = MAX(p->n_kv * row_jobs / wanted, MIN_KEYS_PER_JOB);
+    }
+    if (p->n_tokens * p->group <= FEW_ROWS) {
+        keys = MIN(keys, MAX(RANGE_BYTES / (int64_t) (p->k->nb[1] + p->v->nb[1]), MIN_KEYS_PER_JOB));
+    }
+    return GGML_PAD(keys, TQ_TILE);
+}
+
 static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     const struct ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2];
     const float *             op_params = (const float *) op->op_params;
@@ -110,12 +128,8 @@ static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     p.tokens_per_job = MIN(p.n_tokens, TQ_MAX_ROWS / p.group);
     p.token_jobs     = (p.n_tokens + p.tokens_per_job - 1) / p.tokens_per_job;
 
-    const int64_t row_jobs = p.token_jobs * p.n_head_kv * p.n_seq;
-    const int64_t wanted   = (JOBS_PER_THREAD * n_threads + row_jobs - 1) / row_jobs;
-    const int64_t possible = (p.n_kv + MIN_KEYS_PER_JOB - 1) / MIN_KEYS_PER_JOB;
-    p.key_jobs             = row_jobs >= JOBS_PER_THREAD * n_threads ? 1 : MIN(wanted, possible);
-    p.keys_per_job         = GGML_PAD((p.n_kv + p.key_jobs - 1) / p.key_jobs, TQ_TILE);
-    p.key_jobs             = (p.n_kv + p.keys_per_job - 1) / p.keys_per_job;
+    p.keys_per_job = keys_per_job(&p, n_threads);
+    p.key_jobs     = (p.n_kv + p.keys_per_job - 1) / p.keys_per_job;
     return p;
 }
 
@@ -143,12 +157,12 @@ typedef struct {
 
 static job get_job(const plan * p, int64_t i) {
     job j;
-    j.key_job     = i % p->key_jobs;
-    i             = i / p->key_jobs;
+    j.head_kv     = i % p->n_head_kv;
+    i             = i / p->n_head_kv;
     j.first_token = i % p->token_jobs * p->tokens_per_job;
     i             = i / p->token_jobs;
-    j.head_kv     = i % p->n_head_kv;
-    j.seq         = i / p->n_head_kv;
+    j.key_job     = i % p->key_jobs;
+    j.seq         = i / p->key_jobs;
     j.n_tokens    = MIN(p->tokens_per_job, p->n_tokens - j.first_token);
     j.first_key   = j.key_job * p->keys_per_job;
     j.end_key     = MIN(j.first_key + p->keys_per_job, p->n_kv);

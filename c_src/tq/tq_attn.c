@@ -29,6 +29,9 @@ typedef struct {
 
 INLINE vf load_from(float_rows b, int row, int i) {
     const char * p = b.base + (size_t) row * b.stride;
+    if (b.is_f16) {
+        prefetch_next(p, b.stride, (size_t) i * sizeof(uint16_t));
+    }
     return b.is_f16 ? load_f16((const uint16_t *) (const void *) p + i) : load((const float *) (const void *) p + i);
 }
 

@@ -146,7 +146,7 @@ static void decode_float_rows(tq_cache_type type, int head, const tile_rows * t,
 #ifdef TQ_INT8
 
 #    define RATIO_ONE  32767.0f  // a value_ratio of 1
-#    define WEIGHT_ONE 32767.0f
+#    define WEIGHT_ONE 32639.0f  // 127 * 257: Arm takes both bytes signed, and the high one rounded
 
 INLINE bool is_int8(tq_cache_type type) {
     return type != TQ_CACHE_F16;
