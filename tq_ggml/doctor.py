@@ -51,6 +51,7 @@ def examine() -> dict[str, Any]:
         "cpu": attempt(_cpu),
         "simd_level": attempt(_simd_level),
         "libraries": attempt(_libraries),
+        "attention": attempt(_attention),
         "types": attempt(_types),
         "round_trip_nmse": attempt(_round_trip),
         "cache_folder": str(packages.cache_dir()),
@@ -109,6 +110,14 @@ def _loaded(folder: Path) -> dict[str, str]:
         if match := LIBRARY.match(Path(path).name):
             found.setdefault(match[1], []).append(path)
     return {name: ", ".join(paths) for name, paths in sorted(found.items())}
+
+
+def _attention() -> str:
+    """Whose attention serves f16, q8_0, q4_0 and iq4_nl caches; tq3 and tq4 always have ours."""
+    from tq_ggml import library
+
+    stock = library.activate().llama_cpp._lib.tq_attention_uses_stock()
+    return "llama.cpp's own, except for tq3 and tq4 (TQ_ATTENTION=stock)" if stock & 1 else "tq-ggml's"
 
 
 def _types() -> dict[str, int]:

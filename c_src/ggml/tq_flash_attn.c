@@ -57,6 +57,10 @@ void tq_attention_use_stock(bool stock) {
     use_stock = stock;
 }
 
+bool tq_attention_uses_stock(void) {
+    return use_stock;
+}
+
 __attribute__((constructor)) static void read_environment(void) {
     const char * wanted = getenv("TQ_ATTENTION");
     if (wanted == NULL || wanted[0] == '\0' || strcmp(wanted, "tq") == 0) {

@@ -21,6 +21,7 @@ size_t tq_work_size(int n_threads, const struct ggml_tensor * op);
 // Gives f16, q8_0, q4_0 and iq4_nl caches back to ggml's own attention, as the environment variable TQ_ATTENTION=stock
 // does, or takes them again. Not to be called while a graph is computed. tq3 and tq4 always come here.
 void tq_attention_use_stock(bool stock);
+bool tq_attention_uses_stock(void);
 
 #ifdef __cplusplus
 }
