@@ -1,14 +1,14 @@
 // The attention core, compiled once for each SIMD level. Written on the compiler's vectors, so that one text serves all
 // levels; tq_vec.h has the few primitives that do not fit into that.
 //
-// Keys and values of a tile are each decoded in one of two forms, by type and level (is_int8):
+// Keys and values of a tile are each decoded in one of two forms, by type and level (is_int8).
 //
-//   float   keys[i][key], values[key][i]. Multiplied in float32. For few rows (by_rows) keys[key][i], or the cache
-//   itself. int8    Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the
-//   query's
-//           int8. Values as quads of four keys, values[block][quad][i][key], with value_scale[key] and
-//           value_ratio[block][key], the block's share of it in 1/2^15; multiplied by weights of 15 bits. What is lost
-//           lies below 1e-8 of a row's energy, because weights are scaled for each row and tile.
+// float: keys[i][key] and values[key][i], multiplied in float32. For few rows, f16 is read from the cache itself.
+//
+// int8: Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the query's
+// int8. Values as quads of four keys, values[block][quad][i][key], with value_scale[key] and value_ratio[block][key],
+// the block's share of it in 1/2^15; multiplied by weights of 15 bits. What is lost lies below 1e-8 of a row's energy,
+// because weights are scaled for each row and tile.
 //
 // Rows are attended STEP at a time, from logits to values, while the tile is in the first cache.
 #include "tq_attn.h"
@@ -20,6 +20,14 @@
 #define FOR_ROWS(r)  for (int r = 0; r < n_rows; r++)
 #define FOR_WIDTH(v) for (int v = 0; v < WIDTH; v++)
 
+// Vectors of floats per pass: Arm has 32 registers, and its vectors are short.
+#ifdef __aarch64__
+#    define FLOAT_WIDTH 4
+#else
+#    define FLOAT_WIDTH WIDTH
+#endif
+#define FOR_FLOAT_WIDTH(v) for (int v = 0; v < FLOAT_WIDTH; v++)
+
 // Rows of floats, or of the cache's fp16.
 typedef struct {
     const char * base;
@@ -29,33 +37,33 @@ typedef struct {
 
 INLINE vf load_from(float_rows b, int row, int i) {
     const char * p = b.base + (size_t) row * b.stride;
-    if (b.is_f16) {
+    if (b.is_f16 && i % TQ_BLOCK == 0) {  // a cache line
         prefetch_next(p, b.stride, (size_t) i * sizeof(uint16_t));
     }
     return b.is_f16 ? load_f16((const uint16_t *) (const void *) p + i) : load((const float *) (const void *) p + i);
 }
 
-// c[r][j] += a[r][k] * b[k][j] for WIDTH vectors of columns, from j on.
+// c[r][j] += a[r][k] * b[k][j] for FLOAT_WIDTH vectors of columns, from j on.
 INLINE void multiply_add(int n_rows, const float * a, int lda, float_rows b, int j, int n_k, float * c, int ldc) {
-    vf sum[STEP][WIDTH];
+    vf sum[STEP][FLOAT_WIDTH];
     FOR_ROWS(r) {
-        FOR_WIDTH(v) {
+        FOR_FLOAT_WIDTH(v) {
             sum[r][v] = load(c + r * ldc + j + v * LANES);
         }
     }
     for (int k = 0; k < n_k; k++) {
-        vf bv[WIDTH];
-        FOR_WIDTH(v) {
+        vf bv[FLOAT_WIDTH];
+        FOR_FLOAT_WIDTH(v) {
             bv[v] = load_from(b, k, j + v * LANES);
         }
         FOR_ROWS(r) {
-            FOR_WIDTH(v) {
+            FOR_FLOAT_WIDTH(v) {
                 sum[r][v] += a[r * lda + k] * bv[v];
             }
         }
     }
     FOR_ROWS(r) {
-        FOR_WIDTH(v) {
+        FOR_FLOAT_WIDTH(v) {
             store(c + r * ldc + j + v * LANES, sum[r][v]);
         }
     }
@@ -67,14 +75,16 @@ INLINE void float_logits(const tq_attn * a, const tq_attn_rows * rows, int first
                          float (*x)[TQ_TILE]) {
     const float_rows keys = { (const char *) rows->keys, TQ_TILE * sizeof(float), false };
     memset(x, 0, (size_t) n_rows * sizeof(*x));
-    for (int k = 0; k < n_keys; k += WIDTH * LANES) {
+    for (int k = 0; k < n_keys; k += FLOAT_WIDTH * LANES) {
         multiply_add(n_rows, rows->query + first * a->head_k, a->head_k, keys, k, a->head_k, x[0], TQ_TILE);
     }
 }
 
-INLINE void row_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys, float_rows keys,
-                       float (*x)[TQ_TILE]) {
-    const float * query = rows->query + first * a->head_k;
+// Of fp16 keys in the cache: lanes are the head's values.
+INLINE void f16_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int n_keys,
+                       const char * base, float (*x)[TQ_TILE]) {
+    const float_rows keys  = { base, a->stride_k, true };
+    const float *    query = rows->query + first * a->head_k;
     for (int k = 0; k < n_keys; k++) {
         vf sum[STEP] = { 0 };
         for (int i = 0; i < a->head_k; i += LANES) {
@@ -212,7 +222,7 @@ INLINE void add_float_values(const tq_attn * a, tq_attn_rows * rows, int first, 
             store(x[r] + k, load(x[r] + k) * factor[r]);
         }
     }
-    for (int i = 0; i < a->head_v; i += WIDTH * LANES) {
+    for (int i = 0; i < a->head_v; i += FLOAT_WIDTH * LANES) {
         multiply_add(n_rows, x[0], TQ_TILE, values, i, n_keys, rows->acc + first * a->head_v, a->head_v);
     }
 }
@@ -289,13 +299,10 @@ INLINE void logits(const tile * t, tq_attn_rows * rows, int first, int n_rows, f
         return;
     }
 #endif
-    if (!by_rows(a->type_k, rows->n)) {
-        float_logits(a, rows, first, n_rows, t->n_keys, x);
-    } else if (a->type_k == TQ_CACHE_F16) {
-        row_logits(a, rows, first, n_rows, t->n_keys, (float_rows){ t->keys, a->stride_k, true }, x);
+    if (read_in_place(a->type_k, rows->n)) {
+        f16_logits(a, rows, first, n_rows, t->n_keys, t->keys, x);
     } else {
-        const float_rows keys = { (const char *) rows->keys, (size_t) a->head_k * sizeof(float), false };
-        row_logits(a, rows, first, n_rows, t->n_keys, keys, x);
+        float_logits(a, rows, first, n_rows, t->n_keys, x);
     }
 }
 
@@ -308,8 +315,9 @@ INLINE void add_values(const tile * t, tq_attn_rows * rows, int first, int n_row
         return;
     }
 #endif
-    if (a->type_v == TQ_CACHE_F16 && by_rows(a->type_v, rows->n)) {
-        add_float_values(a, rows, first, n_rows, t->n_keys, (float_rows){ t->values, a->stride_v, true }, x, factor);
+    if (read_in_place(a->type_v, rows->n)) {
+        const float_rows values = { t->values, a->stride_v, true };
+        add_float_values(a, rows, first, n_rows, t->n_keys, values, x, factor);
     } else {
         const float_rows values = { (const char *) rows->values, (size_t) a->head_v * sizeof(float), false };
         add_float_values(a, rows, first, n_rows, t->n_keys, values, x, factor);

@@ -5,10 +5,10 @@
 
 #include "tq_vec.h"
 
-// Whether float keys and values are read as they are, f16 from the cache itself: for a few rows it does not pay to
-// transpose keys, nor to write f16 down as float. Where the two cost the same was measured (docs/attention.md).
-INLINE bool by_rows(tq_cache_type type, int n_rows) {
-    return n_rows <= (type == TQ_CACHE_F16 ? 8 : 2);
+// Whether a cache is multiplied as it is: for a few rows it does not pay to write f16 down as float and to transpose
+// keys. Where the two cost the same was measured.
+INLINE bool read_in_place(tq_cache_type type, int n_rows) {
+    return type == TQ_CACHE_F16 && n_rows <= 8;
 }
 
 typedef struct {
@@ -45,36 +45,38 @@ INLINE void prefetch_next(const char * row, size_t stride, size_t offset) {
 
 // ---- float ----
 
+INLINE void scale_levels(const int8_t * level, const char * d, float * dst) {
+    uint16_t bits;
+    memcpy(&bits, d, sizeof(bits));
+    const float scale = tq_fp16_to_float(bits);
+    for (int i = 0; i < TQ_BLOCK; i++) {
+        dst[i] = (float) level[i] * scale;
+    }
+}
+
+// In two loops, that compilers find vectors in: nibbles to bytes, bytes to floats.
 INLINE void decode_q4_0(const char * src, float * dst) {
     const uint8_t * qs = (const uint8_t *) src + 2;
-    uint16_t        d;
-    memcpy(&d, src, sizeof(d));
-    const float scale = tq_fp16_to_float(d);
+    int8_t          level[TQ_BLOCK];
     for (int i = 0; i < 16; i++) {
-        dst[i]      = (float) ((qs[i] & 15) - 8) * scale;
-        dst[i + 16] = (float) ((qs[i] >> 4) - 8) * scale;
+        level[i]      = (int8_t) ((qs[i] & 15) - 8);
+        level[i + 16] = (int8_t) ((qs[i] >> 4) - 8);
     }
+    scale_levels(level, src, dst);
 }
 
 INLINE void decode_iq4_nl(const char * src, float * dst) {
     const uint8_t * qs = (const uint8_t *) src + 2;
-    uint16_t        d;
-    memcpy(&d, src, sizeof(d));
-    const float scale = tq_fp16_to_float(d);
+    int8_t          level[TQ_BLOCK];
     for (int i = 0; i < 16; i++) {
-        dst[i]      = (float) TQ_IQ4_NL_LEVELS[qs[i] & 15] * scale;
-        dst[i + 16] = (float) TQ_IQ4_NL_LEVELS[qs[i] >> 4] * scale;
+        level[i]      = TQ_IQ4_NL_LEVELS[qs[i] & 15];
+        level[i + 16] = TQ_IQ4_NL_LEVELS[qs[i] >> 4];
     }
+    scale_levels(level, src, dst);
 }
 
 INLINE void decode_q8_0(const char * src, float * dst) {
-    const int8_t * qs = (const int8_t *) src + 2;
-    uint16_t       d;
-    memcpy(&d, src, sizeof(d));
-    const float scale = tq_fp16_to_float(d);
-    for (int i = 0; i < 32; i++) {
-        dst[i] = (float) qs[i] * scale;
-    }
+    scale_levels((const int8_t *) src + 2, src, dst);
 }
 
 INLINE void decode_f16(const char * src, float * dst) {
@@ -135,9 +137,9 @@ static void decode_float_keys(const tq_attn * a, tq_attn_rows * rows, const tile
     }
 }
 
-static void decode_float_rows(tq_cache_type type, int head, const tile_rows * t, float * out) {
+static void decode_float_values(const tq_attn * a, tq_attn_rows * rows, const tile_rows * t) {
     for (int k = 0; k < t->n_keys; k++) {
-        decode_row(type, t->row[k], t->stride, out + k * head, head);
+        decode_row(a->type_v, t->row[k], t->stride, rows->values + k * a->head_v, a->head_v);
     }
 }
 
@@ -341,10 +343,8 @@ static void decode_keys(const tile * tile, tq_attn_rows * rows) {
     FOR_EACH_INT8_TYPE(a->type_k, ROW)
 #    undef ROW
 #endif
-    if (!by_rows(a->type_k, rows->n)) {
+    if (!read_in_place(a->type_k, rows->n)) {
         decode_float_keys(a, rows, &t);
-    } else if (a->type_k != TQ_CACHE_F16) {
-        decode_float_rows(a->type_k, a->head_k, &t, rows->keys);
     }
 }
 
@@ -362,8 +362,8 @@ static void decode_values(const tile * tile, tq_attn_rows * rows) {
     FOR_EACH_INT8_TYPE(a->type_v, ROW)
 #    undef ROW
 #endif
-    if (a->type_v != TQ_CACHE_F16 || !by_rows(a->type_v, rows->n)) {
-        decode_float_rows(a->type_v, a->head_v, &t, rows->values);
+    if (!read_in_place(a->type_v, rows->n)) {
+        decode_float_values(a, rows, &t);
     }
 }
 
