@@ -27,8 +27,8 @@ bench: $(VENV)/built $(VENV)/bench  ## measure attention and whole models, and w
 	@$(BIN)/python scripts/build.py --bench
 	$(BIN)/python scripts/bench.py
 
-sanitize: $(VENV)/built $(VENV)/tests  ## the kernels and the attention under ASan and UBSan (part of make test too)
-	$(BIN)/python -m pytest -k sanitizers
+sanitize: $(VENV)/built $(VENV)/tests  ## tests under ASan and UBSan (as make test), and attention in ggml under TSan
+	TQ_THREAD_SANITIZER=1 $(BIN)/python -m pytest -k sanitizer
 
 lint: $(VENV)/lint  ## check style and the generated header
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ class Cache(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """llama.cpp prefills a quantised cache several times slower: once must do."""
+        """llama.cpp prefills a quantised cache several times slower: once must do, which is ten minutes at a depth of 8k."""
         return self.stock and self.name != "f16"
 
 

@@ -1,5 +1,5 @@
-"""Builds tests/tq_codec_tool.c and tq_attn_tool.c with libtq's own sources and flags, runs the first, and says what
-must come out.
+"""Builds the C programs of the tests, with libtq's own sources and flags or with the built ggml; runs tq_codec_tool,
+and says what must come out of it.
 
 The oracle is `tq_ggml.reference`, not the installed kernels: it shares no line of C with what is tested here. Where
 bytes and floats must be equal, they must be equal bit by bit; only NaN has no defined bits.
@@ -23,24 +23,37 @@ C_SRC = Path(__file__).parents[1] / "c_src"
 QUERY_BLOCK = np.dtype([("d", "<f4"), ("qs", "i1", ref.BLOCK)])
 NATIVE_COMPILER = shutil.which("gcc") or "cc"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+THREAD_SANITIZER = ("-fsanitize=thread", "-g")
 ARM_COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 ARM_INSTALL = "apt-get install -y gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
 EACH_TYPE = pytest.mark.parametrize("name", BLOCK_BYTES)
 EACH_KIND = pytest.mark.parametrize("kind", [*VALUES, "blocks"])
 
 
-def build(folder: Path, compiler: str, *flags: str, processor: str | None = None, link: tuple[str, ...] = ()) -> Path:
+def build(
+    folder: Path,
+    compiler: str,
+    *flags: str,
+    processor: str | None = None,
+    link: tuple[str, ...] = (),
+    optimise: str | None = None,
+) -> Path:
     """A folder with both tools, made of the object files that the package's own CMake build makes of libtq.
 
     Args:
         compiler, flags: the C compiler, and more options for every file and for the tools' link.
         processor: CMake's name of the processor to cross-compile for.
         link: options of the tools' link alone.
+        optimise: libtq's level of optimisation, instead of the package's own.
     """
     options = {"TQ_LLAMA": "OFF", "TQ_PYTHON": "OFF", "Python_EXECUTABLE": sys.executable}
     options |= {"CMAKE_C_COMPILER": compiler, "CMAKE_C_FLAGS": " ".join(flags), "CMAKE_MAKE_PROGRAM": program("ninja")}
     if processor:
         options |= {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": processor}
+    if optimise:  # behind all other options, the only place where it counts
+        options["CMAKE_C_COMPILE_OBJECT"] = (
+            f"<CMAKE_C_COMPILER> <DEFINES> <INCLUDES> <FLAGS> {optimise} -o <OBJECT> -c <SOURCE>"
+        )
     cmake = program("cmake")
     call([cmake, "-S", C_SRC, "-B", folder, "-G", "Ninja", *(f"-D{key}={value}" for key, value in options.items())])
     call([cmake, "--build", folder, "--target", "tq"])
@@ -50,6 +63,33 @@ def build(folder: Path, compiler: str, *flags: str, processor: str | None = None
         include = f"-I{C_SRC / 'tq'}"
         call([compiler, "-std=gnu11", "-O2", include, *flags, *link, source, *objects, "-lm", "-o", folder / tool])
     return folder
+
+
+def build_flash_attn_tool(tree: Path, target: Path, *flags: str) -> Path:
+    """tests/tq_flash_attn_tool.c as `target`, linked with the patched ggml of a CMake build tree of the package."""
+    source = Path(__file__).with_name("tq_flash_attn_tool.c")
+    include, libraries = tree / "llama.cpp-src" / "ggml" / "include", tree / "bin"
+    link = (f"-L{libraries}", "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{libraries},-rpath-link,{libraries}")
+    call([NATIVE_COMPILER, "-std=gnu11", "-O2", f"-I{include}", *flags, source, *link, "-o", target])
+    return target
+
+
+def build_with_thread_sanitizer(tree: Path) -> Path:
+    """The same tool, with all of ggml-base, ggml-cpu and libtq instrumented; `tree` is kept, so only changes compile.
+
+    ggml's own threads, since the sanitizer does not see into an OpenMP library.
+    """
+    flags = " ".join(THREAD_SANITIZER)
+    options = {"TQ_PYTHON": "OFF", "GGML_OPENMP": "OFF", "Python_EXECUTABLE": sys.executable}
+    options |= {"CMAKE_C_COMPILER": NATIVE_COMPILER, "CMAKE_MAKE_PROGRAM": program("ninja")}
+    options |= {"CMAKE_C_FLAGS": flags, "CMAKE_CXX_FLAGS": flags}
+    options |= {"CMAKE_C_FLAGS_RELEASE": "-O1", "CMAKE_CXX_FLAGS_RELEASE": "-O1"}
+    cmake = program("cmake")
+    # Fresh: another compiler than the last time would make CMake forget all other options.
+    defined = [f"-D{key}={value}" for key, value in options.items()]
+    call([cmake, "--fresh", "-S", C_SRC, "-B", tree, "-G", "Ninja", *defined])
+    call([cmake, "--build", tree, "--target", "ggml-cpu"], timeout=1200)
+    return build_flash_attn_tool(tree, tree / "bin" / "tq_flash_attn_tool", *THREAD_SANITIZER)
 
 
 def missing_arm_tools() -> str | None:
@@ -65,7 +105,7 @@ def program(name: str) -> str:
 
 
 def call(command: list, **options) -> subprocess.CompletedProcess:
-    done = subprocess.run(command, capture_output=True, timeout=300, **options)
+    done = subprocess.run(command, capture_output=True, **({"timeout": 300} | options))
     said = done.stdout[-2000:] + done.stderr
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{said.decode(errors='replace')}"
     return done

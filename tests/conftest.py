@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,13 @@ import pytest
 from tq_ggml import models
 from tq_ggml.errors import TqError
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import build  # noqa: E402
+
 # Only what the machine, a licence or an optional download decides may be skipped in CI; anything else there means a
 # missing install step.
-ALLOWED_SKIPS = ("this CPU cannot run", "needs its licence accepted", "is not in the cache folder")
+ALLOWED_SKIPS = ("this CPU cannot run", "needs its licence accepted", "is not in the cache folder", "`make sanitize`")
 
 
 def pytest_configure() -> None:
@@ -140,7 +145,7 @@ def _tensors(n_embd, n_ff, n_vocab, head_size, n_head, n_head_kv, n_layer):
         yield f"blk.{i}.ffn_down.weight", (n_embd, n_ff)
 
 
-# libtq and its two test programs, once for all test files that run them.
+# The C programs of the tests, once for all test files that run them.
 
 
 @pytest.fixture(scope="session")
@@ -150,8 +155,9 @@ def native_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # The attention core at -O3 takes the compiler minutes with all the checks in it.
     folder = tmp_path_factory.mktemp("sanitized")
-    return codec_tool.build(folder, codec_tool.NATIVE_COMPILER, *codec_tool.SANITIZERS)
+    return codec_tool.build(folder, codec_tool.NATIVE_COMPILER, *codec_tool.SANITIZERS, optimise="-O1")
 
 
 @pytest.fixture(scope="session")
@@ -162,3 +168,18 @@ def arm_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Static: qemu then needs no Arm libraries, and knows the names of the functions it runs.
     folder = tmp_path_factory.mktemp("arm")
     return codec_tool.build(folder, codec_tool.ARM_COMPILER, processor="aarch64", link=("-static",))
+
+
+@pytest.fixture(scope="session")
+def flash_attn_tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = build.build_tree()
+    assert tree, "nothing is built here; run `make dev`"
+    return codec_tool.build_flash_attn_tool(tree, tmp_path_factory.mktemp("ggml") / "tq_flash_attn_tool")
+
+
+@pytest.fixture(scope="session")
+def thread_sanitized_tool() -> Path:
+    """Builds ggml a second time, so only where it is asked for."""
+    if os.environ.get("TQ_THREAD_SANITIZER") != "1":
+        pytest.skip("races are looked for by `make sanitize` only, which builds ggml once more")
+    return codec_tool.build_with_thread_sanitizer(build.ROOT / "build" / "tsan")

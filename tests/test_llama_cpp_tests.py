@@ -33,12 +33,21 @@ def test_quantize_fns():
             assert re.search(rf"{cache_type} {what}: +ok", output), f"{cache_type}: {what} was not tested"
 
 
+OURS = "=tq[34]"
+# Of the other types that our attention takes, a selection: all cases take minutes.
+OTHER_TYPES = "hsk=64,.*kv=113,.*type_K=(q8_0|q4_0|iq4_nl)"
+OTHER_HEADS = "hsk=(96|192|256|512|576),.*kv=113,.*type_K=(f16|q8_0)"
+
+
 @pytest.mark.parametrize(
-    ("op", "at_least"),
-    [("SET_ROWS", 40), ("GET_ROWS", 16), ("CPY", 30), ("MUL_MAT", 20), ("FLASH_ATTN_EXT", 300)],
+    ("op", "cases", "at_least"),
+    [
+        *((op, OURS, n) for op, n in (("SET_ROWS", 40), ("GET_ROWS", 16), ("CPY", 30), ("MUL_MAT", 20))),
+        *(("FLASH_ATTN_EXT", cases, n) for cases, n in ((OURS, 700), (OTHER_TYPES, 100), (OTHER_HEADS, 150))),
+    ],
 )
-def test_backend_ops(op, at_least):
-    output = run("test-backend-ops", "test", "-b", "CPU", "-o", op, "-p", "=tq[34]", "-j", "2")
-    passed = re.findall(rf"^\s*{op}\(.*=tq[34].*: OK$", output, re.MULTILINE)
-    assert len(passed) >= at_least, f"only {len(passed)} cases of {op} ran for our types"
+def test_backend_ops(op, cases, at_least):
+    output = run("test-backend-ops", "test", "-b", "CPU", "-o", op, "-p", cases, "-j", "2")
+    passed = re.findall(rf"^\s*{op}\(.*{cases}.*: OK$", output, re.MULTILINE)
+    assert len(passed) >= at_least, f"only {len(passed)} cases of {op} ran for {cases}"
     assert "FAIL" not in output and "not supported" not in output
