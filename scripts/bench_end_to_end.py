@@ -45,7 +45,7 @@ class Cache(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """llama.cpp prefills a quantised cache several times slower: once must do, which is ten minutes at a depth of 8k."""
+        """llama.cpp prefills a quantised cache several times slower, ten minutes at a depth of 8k: once must do."""
         return self.stock and self.name != "f16"
 
 
