@@ -272,7 +272,7 @@ INLINE __m256i negate_where(__m256i x_i8x32, __m256i negative_u8x32) {
     return _mm256_sub_epi8(_mm256_xor_si256(x_i8x32, negative_u8x32), negative_u8x32);
 }
 
-INLINE void store_values(__m256i level_i8x32, uint16_t d, bool unrotate, float * dst) {
+INLINE void store_values(__m256i level_i8x32, uint16_t d, float * dst) {
     const __m256  scale = _mm256_set1_ps(tq_fp16_to_float(d) * TQ_LEVEL_STEP);
     const __m128i lo = _mm256_castsi256_si128(level_i8x32), hi = _mm256_extracti128_si256(level_i8x32, 1);
     const __m128i part[4] = { lo, _mm_srli_si128(lo, 8), hi, _mm_srli_si128(hi, 8) };
@@ -280,9 +280,7 @@ INLINE void store_values(__m256i level_i8x32, uint16_t d, bool unrotate, float *
     for (int i = 0; i < 4; i++) {
         y.v[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part[i])), scale);
     }
-    if (unrotate) {
-        y = flip_signs(walsh_hadamard(y));
-    }
+    y = flip_signs(walsh_hadamard(y));
     for (int i = 0; i < 4; i++) {
         _mm256_storeu_ps(dst + 8 * i, y.v[i]);
     }
@@ -295,46 +293,40 @@ INLINE __m256 add_block_dot(__m256 sum, __m256i magnitude, __m256i negative, uin
 }
 
 // The three rows of a type, from its pack, unpack, magnitudes and tables.
-#define DEFINE_TYPE(tq, TQ)                                                                                          \
-    void tq##_quantize_row_avx2(const float * src, void * dst, int64_t n) {                                          \
-        const int64_t n_blocks = n / TQ_BLOCK;                                                                       \
-        for (int64_t ib = 0; ib < n_blocks; ib += BATCH) {                                                           \
-            tq##_block * blocks = (tq##_block *) dst + ib;                                                           \
-            const int    m      = n_blocks - ib < BATCH ? (int) (n_blocks - ib) : BATCH;                             \
-            codes_x32    codes[BATCH];                                                                               \
-            uint16_t     d[BATCH];                                                                                   \
-            encode_batch(src + ib * TQ_BLOCK, m, &TQ##_ENCODER, codes, d);                                           \
-            for (int i = 0; i < m; i++) {                                                                            \
-                tq##_pack(&blocks[i], codes[i]);                                                                     \
-                tq##_set_scale(&blocks[i], d[i]);                                                                    \
-            }                                                                                                        \
-        }                                                                                                            \
-    }                                                                                                                \
-    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                               \
-        const tq##_block * blocks = src;                                                                             \
-        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                              \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                        \
-            store_values(negate_where(tq##_lookup(codes.index_u8x32), codes.negative_u8x32), blocks[ib].d, unrotate, \
-                         dst + ib * TQ_BLOCK);                                                                       \
-        }                                                                                                            \
-    }                                                                                                                \
-    void tq##_dequantize_row_avx2(const void * src, float * dst, int64_t n) {                                        \
-        tq##_decode(src, dst, n, true);                                                                              \
-    }                                                                                                                \
-    void tq##_decode_rotated_row_avx2(const void * src, float * dst, int64_t n) {                                    \
-        tq##_decode(src, dst, n, false);                                                                             \
-    }                                                                                                                \
-    void tq##_vec_dot_avx2(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by,    \
-                           int nrc) {                                                                                \
-        (void) bs, (void) bx, (void) by, (void) nrc;                                                                 \
-        const tq##_block *     blocks = x;                                                                           \
-        const tq_query_block * q      = query;                                                                       \
-        __m256                 sum    = _mm256_setzero_ps();                                                         \
-        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                                  \
-            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                        \
-            sum = add_block_dot(sum, tq##_lookup(codes.index_u8x32), codes.negative_u8x32, blocks[ib].d, &q[ib]);    \
-        }                                                                                                            \
-        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                         \
+#define DEFINE_TYPE(tq, TQ)                                                                                       \
+    void tq##_quantize_row_avx2(const float * src, void * dst, int64_t n) {                                       \
+        const int64_t n_blocks = n / TQ_BLOCK;                                                                    \
+        for (int64_t ib = 0; ib < n_blocks; ib += BATCH) {                                                        \
+            tq##_block * blocks = (tq##_block *) dst + ib;                                                        \
+            const int    m      = n_blocks - ib < BATCH ? (int) (n_blocks - ib) : BATCH;                          \
+            codes_x32    codes[BATCH];                                                                            \
+            uint16_t     d[BATCH];                                                                                \
+            encode_batch(src + ib * TQ_BLOCK, m, &TQ##_ENCODER, codes, d);                                        \
+            for (int i = 0; i < m; i++) {                                                                         \
+                tq##_pack(&blocks[i], codes[i]);                                                                  \
+                tq##_set_scale(&blocks[i], d[i]);                                                                 \
+            }                                                                                                     \
+        }                                                                                                         \
+    }                                                                                                             \
+    void tq##_dequantize_row_avx2(const void * src, float * dst, int64_t n) {                                     \
+        const tq##_block * blocks = src;                                                                          \
+        for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                           \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
+            store_values(negate_where(tq##_lookup(codes.index_u8x32), codes.negative_u8x32), blocks[ib].d,        \
+                         dst + ib * TQ_BLOCK);                                                                    \
+        }                                                                                                         \
+    }                                                                                                             \
+    void tq##_vec_dot_avx2(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
+                           int nrc) {                                                                             \
+        (void) bs, (void) bx, (void) by, (void) nrc;                                                              \
+        const tq##_block *     blocks = x;                                                                        \
+        const tq_query_block * q      = query;                                                                    \
+        __m256                 sum    = _mm256_setzero_ps();                                                      \
+        for (int ib = 0; ib < n / TQ_BLOCK; ib++) {                                                               \
+            const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                     \
+            sum = add_block_dot(sum, tq##_lookup(codes.index_u8x32), codes.negative_u8x32, blocks[ib].d, &q[ib]); \
+        }                                                                                                         \
+        *s = sum_f32x8(sum) * TQ_LEVEL_STEP;                                                                      \
     }
 
 DEFINE_TYPE(tq3, TQ3)

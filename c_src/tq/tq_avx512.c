@@ -286,14 +286,12 @@ INLINE __m256i negate_where(__m256i x_i8x32, __mmask32 negative) {
     return _mm256_mask_sub_epi8(x_i8x32, negative, _mm256_setzero_si256(), x_i8x32);
 }
 
-INLINE void store_values(__m256i level_i8x32, uint16_t d, bool unrotate, float * dst) {
+INLINE void store_values(__m256i level_i8x32, uint16_t d, float * dst) {
     const __m512 scale = _mm512_set1_ps(tq_fp16_to_float(d) * TQ_LEVEL_STEP);
     const __m512 lo    = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(level_i8x32)));
     const __m512 hi    = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(level_i8x32, 1)));
     f32x32       y     = { _mm512_mul_ps(lo, scale), _mm512_mul_ps(hi, scale) };
-    if (unrotate) {
-        y = flip_signs(walsh_hadamard(y));
-    }
+    y                  = flip_signs(walsh_hadamard(y));
     _mm512_storeu_ps(dst, y.lo);
     _mm512_storeu_ps(dst + 16, y.hi);
 }
@@ -330,19 +328,13 @@ INLINE __m256 add_block_dot(__m256 sum, __m256i magnitude, __mmask32 negative, u
             }                                                                                                    \
         }                                                                                                        \
     }                                                                                                            \
-    INLINE void tq##_decode(const void * src, float * dst, int64_t n, bool unrotate) {                           \
+    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                     \
         const tq##_block * blocks = src;                                                                         \
         for (int64_t ib = 0; ib < n / TQ_BLOCK; ib++) {                                                          \
             const codes_x32 codes = tq##_unpack(&blocks[ib]);                                                    \
-            store_values(negate_where(tq##_lookup(codes.index_u8x32), codes.negative), blocks[ib].d, unrotate,   \
+            store_values(negate_where(tq##_lookup(codes.index_u8x32), codes.negative), blocks[ib].d,             \
                          dst + ib * TQ_BLOCK);                                                                   \
         }                                                                                                        \
-    }                                                                                                            \
-    void FN(tq##_dequantize_row)(const void * src, float * dst, int64_t n) {                                     \
-        tq##_decode(src, dst, n, true);                                                                          \
-    }                                                                                                            \
-    void FN(tq##_decode_rotated_row)(const void * src, float * dst, int64_t n) {                                 \
-        tq##_decode(src, dst, n, false);                                                                         \
     }                                                                                                            \
     void FN(tq##_vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, \
                           int nrc) {                                                                             \

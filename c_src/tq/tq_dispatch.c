@@ -74,9 +74,8 @@ static bool always(void) {
     return true;
 }
 
-#define TQ_TYPE_KERNELS(type, suffix)                                                                   \
-    { type##_quantize_row_##suffix, type##_dequantize_row_##suffix, type##_decode_rotated_row_##suffix, \
-      type##_vec_dot_##suffix }
+#define TQ_TYPE_KERNELS(type, suffix) \
+    { type##_quantize_row_##suffix, type##_dequantize_row_##suffix, type##_vec_dot_##suffix }
 #define TQ_KERNELS(level, suffix, runs_here)                          \
     { level,                                                          \
       runs_here,                                                      \
@@ -278,31 +277,34 @@ static void round_query(const float * query, tq_query_block * q) {
     }
 }
 
+// For the levels that multiply in int16: of four elements the even ones, then the odd ones, as sign extension in place
+// leaves a key's. And the sum, for those whose keys have a bias.
+static void prepare_query(const tq_query_block * q, int16_t * pairs, int32_t * sum) {
+    *sum = 0;
+    for (int i = 0; i < TQ_BLOCK; i++) {
+        pairs[(i & ~3) | (i & 1) << 1 | (i & 2) >> 1] = q->qs[i];
+        *sum += q->qs[i];
+    }
+}
+
 void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query) {
     const int        n_blocks = a->head_k / TQ_BLOCK;
     const int        row      = rows->n++;
+    const int        first    = row * n_blocks;
     const bool       rotates  = tq_cache_types[a->type_k].rotates;
-    tq_query_block * q        = rows->query_i8 + row * n_blocks;
-    float *          copy     = rows->query + row * a->head_k;
+    tq_query_block * q        = rows->query_i8 + first;
     if (rotates) {
         active->query_row(query, q, a->head_k);
-    } else {
-        memcpy(copy, query, (size_t) a->head_k * sizeof(float));
     }
     for (int ib = 0; ib < n_blocks; ib++) {
-        int32_t sum = 0;
         if (!rotates) {
             round_query(query + ib * TQ_BLOCK, &q[ib]);
         }
-        for (int i = 0; i < TQ_BLOCK; i++) {
-            sum += q[ib].qs[i];
-            // of four elements the even ones, then the odd ones: as sign extension in place leaves a key's
-            rows->query_i16[row * n_blocks + ib][(i & ~3) | (i & 1) << 1 | (i & 2) >> 1] = q[ib].qs[i];
-            if (rotates) {
-                copy[ib * TQ_BLOCK + i] = q[ib].d * (float) q[ib].qs[i];
-            }
-        }
-        rows->query_sum[row * n_blocks + ib] = sum;
+        prepare_query(&q[ib], rows->query_i16[first + ib], &rows->query_sum[first + ib]);
+    }
+    for (int i = 0; i < a->head_k; i++) {
+        const tq_query_block * block     = &q[i / TQ_BLOCK];
+        rows->query[row * a->head_k + i] = rotates ? block->d * (float) block->qs[i % TQ_BLOCK] : query[i];
     }
     rows->max[row]   = -INFINITY;
     rows->sum[row]   = 0.0f;

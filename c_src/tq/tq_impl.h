@@ -26,7 +26,6 @@ static_assert(sizeof(tq_query_block) == 36, "a query block is a float and 32 int
 typedef struct {
     void (*quantize_row)(const float * src, void * dst, int64_t n);
     void (*dequantize_row)(const void * src, float * dst, int64_t n);
-    void (*decode_rotated_row)(const void * src, float * dst, int64_t n);  // dequantize_row without rotating back
     void (*vec_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * query, size_t by, int nrc);
 } tq_type_kernels;
 
@@ -56,8 +55,6 @@ static const int8_t TQ_IQ4_NL_LEVELS[16] = { -127, -104, -83, -65, -49, -35, -22
     void tq4_quantize_row_##suffix(const float * src, void * dst, int64_t n);                                    \
     void tq3_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                  \
     void tq4_dequantize_row_##suffix(const void * src, float * dst, int64_t n);                                  \
-    void tq3_decode_rotated_row_##suffix(const void * src, float * dst, int64_t n);                              \
-    void tq4_decode_rotated_row_##suffix(const void * src, float * dst, int64_t n);                              \
     void tq3_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
                               int nrc);                                                                          \
     void tq4_vec_dot_##suffix(int n, float * s, size_t bs, const void * x, size_t bx, const void * q, size_t by, \
@@ -73,6 +70,14 @@ TQ_DECLARE_KERNELS(avx512bw);
 TQ_DECLARE_KERNELS(avx512);
 TQ_DECLARE_KERNELS(neon);
 TQ_DECLARE_KERNELS(dotprod);
+
+// dequantize_row without rotating back, for attention in float32.
+#define TQ_DECLARE_DECODERS(suffix)                                                 \
+    void tq3_decode_rotated_row_##suffix(const void * src, float * dst, int64_t n); \
+    void tq4_decode_rotated_row_##suffix(const void * src, float * dst, int64_t n)
+
+TQ_DECLARE_DECODERS(ref);
+TQ_DECLARE_DECODERS(neon);
 
 static inline uint32_t tq_float_bits(float x) {
     uint32_t bits;

@@ -45,6 +45,8 @@ INLINE void prefetch_next(const char * row, size_t stride, size_t offset) {
 
 // ---- float ----
 
+#ifndef TQ_INT8  // which leaves f16
+
 INLINE void scale_levels(const int8_t * level, const char * d, float * dst) {
     uint16_t bits;
     memcpy(&bits, d, sizeof(bits));
@@ -79,6 +81,8 @@ INLINE void decode_q8_0(const char * src, float * dst) {
     scale_levels((const int8_t *) src + 2, src, dst);
 }
 
+#endif
+
 INLINE void decode_f16(const char * src, float * dst) {
     uint16_t x[TQ_BLOCK];
     memcpy(x, src, sizeof(x));
@@ -98,6 +102,7 @@ static void decode_row(tq_cache_type type_id, const char * src, size_t stride, f
         prefetch_next(src, stride, (size_t) b * tq_cache_types[type_id].block_bytes);
     }
     switch (type_id) {
+#ifndef TQ_INT8
         case TQ_CACHE_TQ3:
             FN(tq3_decode_rotated_row)(src, dst, n);
             break;
@@ -110,6 +115,7 @@ static void decode_row(tq_cache_type type_id, const char * src, size_t stride, f
             DECODE_BLOCKS(iq4_nl);
         case TQ_CACHE_Q8_0:
             DECODE_BLOCKS(q8_0);
+#endif
         default:
             DECODE_BLOCKS(f16);
     }
