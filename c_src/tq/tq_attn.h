@@ -37,11 +37,8 @@ typedef struct {
     float         softcap;  // logit = softcap * tanh(scale * q.k / softcap); 0: no cap
 } tq_attn;
 
-#define TQ_ALIGN 64  // of tq_attn_rows: a vector on two cache lines costs twice
-
-#if defined(__GNUC__)
-#    define TQ_ALIGNED __attribute__((aligned(TQ_ALIGN)))
-#endif
+#define TQ_ALIGN   64  // of tq_attn_rows: a vector on two cache lines costs twice
+#define TQ_ALIGNED __attribute__((aligned(TQ_ALIGN)))
 
 // A set of query rows with their state, and what one thread needs to attend a tile. About 1.3 MB: not for the stack.
 typedef struct {
