@@ -7,8 +7,8 @@
 //
 // int8: Keys as words of four bytes, keys[block][word][key], with key_scale[block][key]; multiplied by the query's
 // int8. Values as quads of four keys, values[block][quad][i][key], with value_scale[key] and value_ratio[block][key],
-// the block's share of it in 1/2^15; multiplied by weights of 15 bits. What is lost lies below 1e-8 of a row's energy,
-// because weights are scaled for each row and tile.
+// the block's share of it in 1/2^15; multiplied by weights of 15 bits. What is lost lies below 1e-8 of the whole row's
+// energy, because weights are scaled for each row and tile.
 //
 // Rows are attended STEP at a time, from logits to values, while the tile is in the first cache.
 #include "tq_attn.h"
