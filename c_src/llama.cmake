@@ -38,9 +38,11 @@ endforeach()
 set(HOOK ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_hook.c ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_flash_attn.c
     ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_set_rows.c)
 target_sources(ggml-cpu PRIVATE ${HOOK})
-target_sources(llama PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
+set(GRAPH ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_cache_graph.cpp ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_conditioning.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
+target_sources(llama PRIVATE ${GRAPH})
 target_include_directories(llama PRIVATE ggml tq)
-set_source_files_properties(ggml/tq_kv_cache.cpp ${HOOK} TARGET_DIRECTORY llama ggml-cpu PROPERTIES
+set_source_files_properties(${GRAPH} ${HOOK} TARGET_DIRECTORY llama ggml-cpu PROPERTIES
     COMPILE_OPTIONS "-Wall;-Wextra;$<$<BOOL:${TQ_WERROR}>:-Werror>" SKIP_UNITY_BUILD_INCLUSION ON)
 
 # No versioned names: a wheel cannot hold symbolic links and would carry each library three times.

@@ -221,6 +221,12 @@ class Context:
         """Bytes of the same cache in f16."""
         return self.type_k.f16_bytes(self.kv_bytes_k) + self.type_v.f16_bytes(self.kv_bytes_v)
 
+    @property
+    def handle(self) -> int:
+        """The ``llama_context *``, for the functions of `tq_ggml.conditioning`."""
+        self._require_open()
+        return self._ctx
+
     def clear(self) -> None:
         """Forget every token and zero the cache."""
         self._require_open()

@@ -20,7 +20,7 @@
 #define RANGE_BYTES      (768 * 1024)  // most of a second-level cache
 
 typedef struct {
-    const struct ggml_tensor *q, *k, *v, *mask, *sinks;
+    const struct ggml_tensor *q, *k, *v, *mask, *sinks, *cells, *mean;
     char *                    dst;  // [n_seq][n_tokens][n_head] rows
     size_t                    dst_stride;
     tq_attn                   attn;
@@ -30,26 +30,6 @@ typedef struct {
     int64_t                   tokens_per_job;  // so many tokens' rows of a group fit tq_attn_rows
     int64_t                   token_jobs, key_jobs, keys_per_job;
 } plan;
-
-// -1 for what is left to ggml.
-static int cache_type_of(enum ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_TQ3:
-            return TQ_CACHE_TQ3;
-        case GGML_TYPE_TQ4:
-            return TQ_CACHE_TQ4;
-        case GGML_TYPE_Q4_0:
-            return TQ_CACHE_Q4_0;
-        case GGML_TYPE_IQ4_NL:
-            return TQ_CACHE_IQ4_NL;
-        case GGML_TYPE_Q8_0:
-            return TQ_CACHE_Q8_0;
-        case GGML_TYPE_F16:
-            return TQ_CACHE_F16;
-        default:
-            return -1;
-    }
-}
 
 static bool use_stock = false;
 
@@ -77,7 +57,7 @@ static bool is_tq(const struct ggml_tensor * t) {
 }
 
 static bool rows_are_whole(const struct ggml_tensor * t) {
-    return cache_type_of(t->type) >= 0 && t->nb[0] == ggml_type_size(t->type) && t->ne[0] % TQ_BLOCK == 0 &&
+    return tq_cache_type_of(t->type) >= 0 && t->nb[0] == ggml_type_size(t->type) && t->ne[0] % TQ_BLOCK == 0 &&
            t->ne[0] <= TQ_MAX_HEAD;
 }
 
@@ -106,13 +86,36 @@ static int64_t keys_per_job(const plan * p, int n_threads) {
     return GGML_PAD(keys, TQ_TILE);
 }
 
+// What tq_flash_attn_set_mean has attached; the mean itself is each KV head's.
+static tq_key_mean key_mean_of(const struct ggml_tensor * op) {
+    const struct ggml_tensor * turns = op->src[TQ_SRC_TURNS];
+    tq_key_mean                m     = { 0 };
+    if (turns != NULL) {
+        m.table    = turns->data;
+        m.n_blocks = (int) turns->ne[1];
+        m.n_rot    = op->op_params[TQ_PARAM_N_ROT];
+        m.is_neox  = op->op_params[TQ_PARAM_IS_NEOX] != 0;
+        while (1 << m.block_log2 < op->op_params[TQ_PARAM_MEAN_BLOCK]) {
+            m.block_log2++;
+        }
+    }
+    return m;
+}
+
 static plan make_plan(int n_threads, const struct ggml_tensor * op) {
     const struct ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2];
     const float *             op_params = (const float *) op->op_params;
 
-    plan p = { .q = q, .k = k, .v = v, .mask = op->src[3], .sinks = op->src[4] };
-    p.attn = (tq_attn){ .type_k   = (tq_cache_type) cache_type_of(k->type),
-                        .type_v   = (tq_cache_type) cache_type_of(v->type),
+    plan p = { .q     = q,
+               .k     = k,
+               .v     = v,
+               .mask  = op->src[3],
+               .sinks = op->src[4],
+               .cells = op->src[TQ_SRC_CELLS],
+               .mean  = op->src[TQ_SRC_MEAN] };
+    p.attn = (tq_attn){ .key_mean = key_mean_of(op),
+                        .type_k   = (tq_cache_type) tq_cache_type_of(k->type),
+                        .type_v   = (tq_cache_type) tq_cache_type_of(v->type),
                         .head_k   = (int) k->ne[0],
                         .head_v   = (int) v->ne[0],
                         .stride_k = k->nb[1],
@@ -242,26 +245,31 @@ static void finish_row(const plan * p, int64_t row, float max, float sum, float 
     tq_attn_finish(&p->attn, sum, acc, (float *) (void *) (p->dst + (size_t) row * p->dst_stride));
 }
 
-static void add_queries(const plan * p, const job * j, tq_attn_rows * rows) {
+static void add_queries(const plan * p, const tq_attn * attn, const job * j, tq_attn_rows * rows) {
     rows->n = 0;
     for (int64_t t = j->first_token; t < j->first_token + j->n_tokens; t++) {
         for (int64_t h = j->head_kv * p->group; h < (j->head_kv + 1) * p->group; h++) {
             const char * query = (const char *) p->q->data + t * p->q->nb[1] + h * p->q->nb[2] + j->seq * p->q->nb[3];
-            tq_attn_add_row(&p->attn, rows, (const float *) (const void *) query);
+            tq_attn_add_row(attn, rows, (const float *) (const void *) query);
             rows->slope[rows->n - 1] = slope_of(p, h);
         }
     }
 }
 
 static void run_job(const plan * p, const job * j, tq_attn_rows * rows, float * partials) {
-    add_queries(p, j, rows);
+    tq_attn attn = p->attn;
+    if (p->mean != NULL) {
+        attn.key_mean.mean = (const float *) p->mean->data + j->head_kv * p->mean->ne[0];
+    }
+    add_queries(p, &attn, j, rows);
     const int64_t seq_kv = j->seq / (p->n_seq / p->k->ne[3]);
     const char *  keys   = (const char *) p->k->data + j->head_kv * p->k->nb[2] + seq_kv * p->k->nb[3];
     const char *  values = (const char *) p->v->data + j->head_kv * p->v->nb[2] + seq_kv * p->v->nb[3];
     for (int64_t key = j->first_key; key < j->end_key; key += TQ_TILE) {
         const int n_keys = (int) MIN(TQ_TILE, j->end_key - key);
         if (set_masks(p, j, rows, key, n_keys)) {
-            tq_attn_tile(&p->attn, rows, keys + key * p->k->nb[1], values + key * p->v->nb[1], n_keys);
+            rows->positions = p->cells != NULL ? (const int32_t *) p->cells->data + seq_kv * p->n_kv + key : NULL;
+            tq_attn_tile(&attn, rows, keys + key * p->k->nb[1], values + key * p->v->nb[1], n_keys);
         }
     }
     for (int r = 0; r < rows->n; r++) {
@@ -297,6 +305,8 @@ static void add_partials(const plan * p, int64_t row, float * acc, float * parti
 }
 
 bool tq_flash_attn(const struct ggml_compute_params * params, struct ggml_tensor * op) {
+    // ggml's own operator would not add the mean back: whoever attached it has to know that it comes here.
+    GGML_ASSERT(is_ours(op) || op->src[TQ_SRC_MEAN] == NULL);
     if (!is_ours(op) || (use_stock && !is_tq(op->src[1]) && !is_tq(op->src[2]))) {
         return false;
     }

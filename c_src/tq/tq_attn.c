@@ -147,6 +147,60 @@ INLINE void int8_logits(const tq_attn * a, const tq_attn_rows * rows, int first,
 }
 #endif
 
+// ---- logits: query . mean of the keys' positions ----
+
+// Keys next to each other in the cache that share a block of positions: mostly whole blocks.
+typedef struct {
+    int n;
+    int end[TQ_TILE];
+    int block[TQ_TILE];
+} mean_runs;
+
+INLINE int block_of(const tq_key_mean * m, int32_t position) {
+    const int last  = m->n_blocks - 1;
+    const int block = position >> m->block_log2;
+    return block < 0 || block > last ? last : block;
+}
+
+INLINE void find_runs(const tq_key_mean * m, const int32_t * positions, int n_keys, mean_runs * runs) {
+    runs->n = 0;
+    for (int k = 0; k < n_keys; k++) {
+        const int block = block_of(m, positions[k]);
+        if (runs->n == 0 || runs->block[runs->n - 1] != block) {
+            runs->block[runs->n++] = block;
+        }
+        runs->end[runs->n - 1] = k + 1;
+    }
+}
+
+INLINE void add_mean_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, const mean_runs * runs,
+                            float (*x)[TQ_TILE]) {
+    const int     stride = (int) tq_mean_stride(&a->key_mean);
+    const float * turned = rows->mean_turned + first * stride;
+    float         term[STEP][TQ_TILE + LANES];
+    for (int run = 0, k = 0; run < runs->n; k = runs->end[run++]) {
+        const float * turns     = a->key_mean.table + (size_t) runs->block[run] * (size_t) stride;
+        vf            sum[STEP] = { 0 };
+        for (int i = 0; i < stride; i += LANES) {
+            const vf t = load(turns + i);
+            FOR_ROWS(r) {
+                sum[r] += load(turned + r * stride + i) * t;
+            }
+        }
+        FOR_ROWS(r) {
+            const vf y = splat(sum_lanes(sum[r]) + rows->mean_fixed[first + r]);
+            for (int i = k; i < runs->end[run]; i += LANES) {
+                store(term[r] + i, y);  // what lies beyond the run, the next ones overwrite
+            }
+        }
+    }
+    FOR_ROWS(r) {
+        for (int k = 0; k < runs->end[runs->n - 1]; k += LANES) {
+            store(x[r] + k, load(x[r] + k) + load(term[r] + k));
+        }
+    }
+}
+
 // ---- softmax ----
 
 INLINE vf cap(vf x, float softcap) {
@@ -324,10 +378,13 @@ INLINE void add_values(const tile * t, tq_attn_rows * rows, int first, int n_row
     }
 }
 
-INLINE void attend_rows(const tile * t, tq_attn_rows * rows, int first, int n_rows) {
+INLINE void attend_rows(const tile * t, tq_attn_rows * rows, const mean_runs * runs, int first, int n_rows) {
     TQ_ALIGNED float x[STEP][TQ_TILE];
     float            factor[STEP];
     logits(t, rows, first, n_rows, x);
+    if (runs->n > 0) {
+        add_mean_logits(t->attn, rows, first, n_rows, runs, x);
+    }
     FOR_ROWS(r) {
         factor[r] = softmax_row(t->attn, rows, first + r, t->n_keys, x[r]);
     }
@@ -337,21 +394,26 @@ INLINE void attend_rows(const tile * t, tq_attn_rows * rows, int first, int n_ro
 // The number of rows must be known to the compiler, for the accumulators to live in registers.
 void FN(tq_attn_tile)(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys) {
     const tile t = { a, keys, values, n_keys };
+    mean_runs  runs;
+    runs.n = 0;
+    if (a->key_mean.table != NULL) {
+        find_runs(&a->key_mean, rows->positions, n_keys, &runs);
+    }
     decode_keys(&t, rows);
     decode_values(&t, rows);
     int r = 0;
     for (; r + STEP <= rows->n; r += STEP) {
-        attend_rows(&t, rows, r, STEP);
+        attend_rows(&t, rows, &runs, r, STEP);
     }
     switch (rows->n - r) {
         case 3:
-            attend_rows(&t, rows, r, 3);
+            attend_rows(&t, rows, &runs, r, 3);
             break;
         case 2:
-            attend_rows(&t, rows, r, 2);
+            attend_rows(&t, rows, &runs, r, 2);
             break;
         case 1:
-            attend_rows(&t, rows, r, 1);
+            attend_rows(&t, rows, &runs, r, 1);
             break;
         default:
             break;

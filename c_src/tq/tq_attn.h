@@ -28,6 +28,19 @@ typedef enum {
     TQ_CACHE_COUNT
 } tq_cache_type;
 
+// A mean that was taken out of the keys and comes back as a term of the logits. It turns with the position as RoPE turns
+// keys, block by block: table[block] has the cosines and sines of n_rot / 2 pairs, and zeros up to its stride.
+typedef struct {
+    const float * table;       // [n_blocks][GGML_PAD(n_rot, TQ_MEAN_PAD)]; NULL: no mean was taken out
+    const float * mean;        // [head_k], of the KV head that is attended
+    int           n_rot;       // channels that turn; the others' mean is the same for all keys
+    bool          is_neox;     // pairs are (i, i + n_rot / 2), else (2 i, 2 i + 1)
+    int           block_log2;  // positions of a block
+    int           n_blocks;    // the last one is for all positions beyond, and negative ones
+} tq_key_mean;
+
+#define TQ_MEAN_PAD 16
+
 typedef struct {
     tq_cache_type type_k, type_v;
     int           head_k, head_v;  // values per head: multiples of TQ_BLOCK, at most TQ_MAX_HEAD
@@ -35,6 +48,7 @@ typedef struct {
     size_t        stride_v;
     float         scale;    // of the logits, before the cap
     float         softcap;  // logit = softcap * tanh(scale * q.k / softcap); 0: no cap
+    tq_key_mean   key_mean;
 } tq_attn;
 
 #define TQ_ALIGN   64  // of tq_attn_rows: a vector on two cache lines costs twice
@@ -47,6 +61,9 @@ typedef struct {
     float              sum[TQ_MAX_ROWS];
     const uint16_t *   mask[TQ_MAX_ROWS];                 // a row's fp16 mask over the tile, or NULL: all of it is seen
     float              slope[TQ_MAX_ROWS];                // the mask's factor (ALiBi); 1 elsewhere
+    const int32_t *    positions;                         // of the tile's keys; read where there is a key_mean
+    float              mean_fixed[TQ_MAX_ROWS];           // query . mean over the channels that do not turn
+    TQ_ALIGNED float   mean_turned[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][stride]: what a row of the table is multiplied with
     TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][head_k]
     tq_query_block     query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];             // [n][head_k / 32]
     int16_t            query_i16[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK][TQ_BLOCK];  // the same; of each four 0, 2, 1, 3

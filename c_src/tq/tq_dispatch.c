@@ -287,6 +287,22 @@ static void prepare_query(const tq_query_block * q, int16_t * pairs, int32_t * s
     }
 }
 
+// query . (mean turned by an angle) is, for each pair, cos * (qa ma + qb mb) + sin * (qb ma - qa mb).
+static void turn_query(const tq_key_mean * m, int head_k, const float * query, float * turned, float * fixed) {
+    const int half = m->n_rot / 2;
+    memset(turned, 0, tq_mean_stride(m) * sizeof(float));
+    for (int i = 0; i < half; i++) {
+        const int a = m->is_neox ? i : 2 * i;
+        const int b = m->is_neox ? i + half : 2 * i + 1;
+        turned[i]        = query[a] * m->mean[a] + query[b] * m->mean[b];
+        turned[half + i] = query[b] * m->mean[a] - query[a] * m->mean[b];
+    }
+    *fixed = 0.0f;
+    for (int i = m->n_rot; i < head_k; i++) {
+        *fixed += query[i] * m->mean[i];
+    }
+}
+
 void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query) {
     const int        n_blocks = a->head_k / TQ_BLOCK;
     const int        row      = rows->n++;
@@ -305,6 +321,10 @@ void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query
     for (int i = 0; i < a->head_k; i++) {
         const tq_query_block * block     = &q[i / TQ_BLOCK];
         rows->query[row * a->head_k + i] = rotates ? block->d * (float) block->qs[i % TQ_BLOCK] : query[i];
+    }
+    if (a->key_mean.table != NULL) {
+        float * turned = rows->mean_turned + (size_t) row * tq_mean_stride(&a->key_mean);
+        turn_query(&a->key_mean, a->head_k, query, turned, &rows->mean_fixed[row]);
     }
     rows->max[row]   = -INFINITY;
     rows->sum[row]   = 0.0f;

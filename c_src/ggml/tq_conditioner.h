@@ -1,0 +1,104 @@
+// The key conditioning of one KV cache (tq_conditioning.h says what that is).
+#ifndef TQ_CONDITIONER_H
+#define TQ_CONDITIONER_H
+
+#include "ggml-cpp.h"
+#include "ggml.h"
+#include "tq_conditioning.h"
+
+#include <map>
+#include <memory>
+#include <vector>
+
+class llama_kv_cache;
+struct llama_cparams;
+
+enum tq_conditioned_mode { TQ_PLAIN, TQ_SCALED, TQ_CONSTANT, TQ_POSITIONAL };
+
+inline int tq_first_of_pair(const tq_rope & rope, int i) {
+    return rope.is_neox ? i : 2 * i;
+}
+
+inline int tq_second_of_pair(const tq_rope & rope, int i) {
+    return rope.is_neox ? i + rope.n_rot / 2 : 2 * i + 1;
+}
+
+// How far each pair has turned in the middle of each block of positions: n_rot / 2 cosines, then the sines.
+struct tq_block_table {
+    tq_block_table(const tq_rope & rope, int block, int n_positions);
+    const float * at(llama_pos position) const;
+
+    tq_rope       rope;
+    int           block, n_blocks;
+    ggml_tensor * turns;  // [stride][n_blocks], stride as tq_key_mean has it
+
+  private:
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buffer;
+};
+
+struct tq_conditioned_layer {
+    // n channels of a key: (k - mean) / scale and back; in place or not.
+    void condition(const float * k, float * out, int head, int n, llama_pos position) const;
+    void restore(const float * k, float * out, int head, int n, llama_pos position) const;
+
+    const llama_kv_cache *                kv   = nullptr;
+    tq_conditioned_mode                   mode = TQ_PLAIN;
+    int                                   il = -1, n_head_kv = 0, head_size = 0;
+    std::vector<float>                    scale, inverse, mean;  // [n_head_kv][head_size]
+    std::shared_ptr<const tq_block_table> table;
+
+    // For graphs.
+    ggml_tensor * scale_q         = nullptr;  // [head_size][n_head]
+    ggml_tensor * mean_over_scale = nullptr;  // [head_size][n_head_kv], TQ_POSITIONAL alone
+
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buffer;
+
+  private:
+    void mean_at(int head, llama_pos position, float * mu) const;
+};
+
+class tq_conditioner;
+
+// What a row filter's node in the graph refers to.
+struct tq_filtered {
+    const tq_conditioner * conditioner;
+    int32_t                kind, il;
+};
+
+class tq_conditioner {
+  public:
+    explicit tq_conditioner(const llama_kv_cache & kv);
+    static tq_conditioner & of(llama_kv_cache & kv);  // made with the constants of this thread at the first call
+
+    // The layer that stores il's keys. takes_mean: see tq_cache_graph.
+    const tq_conditioned_layer & layer(const llama_cparams & cparams, int il, bool takes_mean);
+    const tq_conditioned_layer * find(int il) const;  // NULL: not conditioned
+
+    const std::map<int, std::unique_ptr<tq_conditioned_layer>> & all() const { return layers; }
+
+    const tq_filtered * filtered(int32_t kind, int32_t il);
+
+    const tq_row_filter filter;
+    void * const        user;
+
+  private:
+    struct stored {
+        int                n_head_kv, head_size;
+        std::vector<float> mean, variance, query_energy;
+    };
+
+    std::unique_ptr<tq_conditioned_layer> make(const llama_cparams & cparams, int il, bool takes_mean);
+    tq_conditioned_mode                   mode_of(const stored & s, bool takes_mean) const;
+    std::shared_ptr<const tq_block_table> table_for(const tq_rope & rope, int block, int n_positions);
+
+    const llama_kv_cache &                               kv;
+    int                                                  mean_block = TQ_MEAN_BLOCK;
+    std::map<int, stored>                                constants;
+    std::map<int, std::unique_ptr<tq_conditioned_layer>> layers;
+    std::vector<std::shared_ptr<const tq_block_table>>   tables;
+    std::map<std::pair<int32_t, int32_t>, tq_filtered>   filters;
+};
+
+#endif  // TQ_CONDITIONER_H

@@ -1,0 +1,338 @@
+// The constants of tq_conditioning.h, made ready for a KV cache, and what applies them.
+#include "tq_conditioner.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "llama-context.h"
+#include "llama-model.h"
+#include "tq_attn.h"
+#include "tq_flash_attn.h"
+#include "tq_kv_access.h"
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <set>
+
+#define SCALE_FLOOR 0.01f
+
+using access = tq_kv_cache_access;
+
+static thread_local const tq_key_constants * current_constants = nullptr;
+static thread_local tq_row_filter            current_filter    = nullptr;
+static thread_local void *                   current_user      = nullptr;
+
+void tq_use_key_constants(const tq_key_constants * constants) {
+    current_constants = constants;
+}
+
+void tq_use_row_filter(tq_row_filter filter, void * user) {
+    current_filter = filter;
+    current_user   = user;
+}
+
+// ---- RoPE ----
+
+// Radians per position, as ggml_rope_ext computes them (YaRN: arXiv 2309.00071), which are proportional to it.
+static bool rope_of(const llama_model & model, const llama_cparams & cparams, int il, tq_rope * rope) {
+    const auto & hparams = model.hparams;
+    *rope                = {};
+    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE || !hparams.has_rope(il)) {
+        return true;
+    }
+    const int n_rot = (int) hparams.n_rot(il);
+    if (n_rot % 2 != 0 || n_rot > (int) hparams.n_embd_head_k(il) || n_rot > TQ_MAX_HEAD) {
+        return false;
+    }
+    const float         base    = model.get_rope_freq_base(cparams, il);
+    const float         scale   = model.get_rope_freq_scale(cparams, il);
+    const ggml_tensor * factors = model.get_rope_factors(cparams, il);
+    const float * factor = factors != nullptr && ggml_backend_buffer_is_host(factors->buffer) ? (float *) factors->data : nullptr;
+    float         ramp[2];
+    ggml_rope_yarn_corr_dims(n_rot, cparams.n_ctx_orig_yarn, base, cparams.yarn_beta_fast, cparams.yarn_beta_slow, ramp);
+    rope->n_rot   = n_rot;
+    rope->is_neox = hparams.rope_type != LLAMA_ROPE_TYPE_NORM;
+    for (int i = 0; i < n_rot / 2; i++) {
+        const float angle    = std::pow(base, -2.0f * i / n_rot) / (factor != nullptr ? factor[i] : 1.0f);
+        const float progress = (i - ramp[0]) / std::fmax(0.001f, ramp[1] - ramp[0]);
+        const float mix      = (1.0f - std::fmin(1.0f, std::fmax(0.0f, progress))) * cparams.yarn_ext_factor;
+        rope->angle[i]       = angle * (scale * (1.0f - mix) + mix);
+    }
+    return true;
+}
+
+int tq_layer_rope(const llama_context * ctx, int32_t il, tq_rope * rope) {
+    const llama_model * model = llama_get_model(ctx);
+    return il >= 0 && il < (int) model->hparams.n_layer() && rope_of(*model, ctx->get_cparams(), il, rope) ? 0 : -1;
+}
+
+// ---- the mean by blocks of positions ----
+
+// The share of a pair's mean that n positions in a row have in common: the Dirichlet kernel.
+static double common_share(double angle, double n) {
+    const double half = std::sin(angle / 2.0);
+    return std::fabs(half) < 1e-12 ? 1.0 : std::sin(n * angle / 2.0) / (n * half);
+}
+
+static ggml_context * context_for(int n_tensors) {
+    return ggml_init({ n_tensors * ggml_tensor_overhead(), nullptr, true });
+}
+
+static ggml_backend_buffer_t allocate(ggml_context * ctx) {
+    return ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_cpu_buffer_type());
+}
+
+static ggml_tensor * new_tensor(ggml_context * ctx, const char * name, int64_t n0, int64_t n1) {
+    return ggml_set_name(ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n0, n1), name);
+}
+
+tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions)
+    : rope(rope), block(block), n_blocks((n_positions + block - 1) / block + 1), ctx(context_for(1)) {
+    turns = new_tensor(ctx.get(), "tq_turns", GGML_PAD(rope.n_rot, TQ_MEAN_PAD), n_blocks);
+    buffer.reset(allocate(ctx.get()));
+    ggml_backend_buffer_clear(buffer.get(), 0);  // the last block, for all positions beyond, stays zero
+    for (int b = 0; b + 1 < n_blocks; b++) {
+        float * row = (float *) turns->data + (size_t) b * turns->ne[0];
+        for (int i = 0; i < rope.n_rot / 2; i++) {
+            const double middle     = (double) rope.angle[i] * ((double) b * block + (block - 1) / 2.0);
+            row[i]                  = (float) std::cos(middle);
+            row[rope.n_rot / 2 + i] = (float) std::sin(middle);
+        }
+    }
+}
+
+const float * tq_block_table::at(llama_pos position) const {
+    const int b = position < 0 ? n_blocks - 1 : std::min(position / block, n_blocks - 1);
+    return (const float *) turns->data + (size_t) b * turns->ne[0];
+}
+
+// ---- a layer ----
+
+// A pair has one value, or Q'.K' would not turn with the position as Q.K does. And none is far below the head's mean: a
+// channel that calibration saw little of may yet be used.
+static void tie_and_floor(float * x, const tq_rope & rope, int head_size) {
+    const float floor = SCALE_FLOOR * std::accumulate(x, x + head_size, 0.0f) / (float) head_size;
+    for (int i = 0; i < rope.n_rot / 2; i++) {
+        float & a = x[tq_first_of_pair(rope, i)];
+        float & b = x[tq_second_of_pair(rope, i)];
+        a = b = 0.5f * (a + b);
+    }
+    for (int i = 0; i < head_size; i++) {
+        x[i] += floor;
+    }
+}
+
+// (variance / query energy)^1/4, of geometric mean 1. Of the mean, what stays in the keys counts as variance.
+static std::vector<float> scale_of(std::vector<float> variance, std::vector<float> query, const std::vector<float> & whole,
+                                   const std::vector<float> & taken, const tq_rope & rope, int head_size) {
+    for (size_t i = 0; i < whole.size(); i++) {
+        variance[i] += whole[i] * whole[i] - (taken.empty() ? 0.0f : taken[i] * taken[i]);
+    }
+    for (size_t head = 0; head < variance.size(); head += head_size) {
+        float *s = variance.data() + head, *q = query.data() + head, log_sum = 0.0f;
+        tie_and_floor(s, rope, head_size);
+        tie_and_floor(q, rope, head_size);
+        for (int i = 0; i < head_size; i++) {
+            s[i] = s[i] > 0.0f && q[i] > 0.0f ? std::pow(s[i] / q[i], 0.25f) : 1.0f;
+            log_sum += std::log(s[i]);
+        }
+        for (int i = 0; i < head_size; i++) {
+            s[i] *= std::exp(-log_sum / (float) head_size);
+        }
+    }
+    return variance;
+}
+
+// Of each pair what is taken out: what a block's positions share, and for a mean that is not added back only pairs that
+// turn less than a radian over the whole context.
+static void damp_mean(std::vector<float> & mean, const tq_block_table & table, int head_size, bool added_back) {
+    for (size_t head = 0; head < mean.size(); head += head_size) {
+        for (int i = 0; i < table.rope.n_rot / 2; i++) {
+            const double angle = table.rope.angle[i];
+            const double share = !added_back && angle * table.block > 1.0 ? 0.0 : common_share(angle, table.block);
+            mean[head + tq_first_of_pair(table.rope, i)] *= (float) share;
+            mean[head + tq_second_of_pair(table.rope, i)] *= (float) share;
+        }
+    }
+}
+
+// The tensors that graphs take: the scale of each query head, and the mean as attention needs it.
+static void make_tensors(tq_conditioned_layer & l, int n_head) {
+    l.ctx.reset(context_for(2));
+    const int head = l.head_size, group = n_head / l.n_head_kv;
+    l.scale_q = new_tensor(l.ctx.get(), "tq_scale", head, n_head);
+    if (l.mode == TQ_POSITIONAL) {
+        l.mean_over_scale = new_tensor(l.ctx.get(), "tq_mean", head, l.n_head_kv);
+    }
+    l.buffer.reset(allocate(l.ctx.get()));
+    for (int h = 0; h < n_head; h++) {
+        memcpy((float *) l.scale_q->data + (size_t) h * head, l.scale.data() + (size_t) (h / group) * head,
+               head * sizeof(float));
+    }
+    for (size_t i = 0; l.mean_over_scale != nullptr && i < l.mean.size(); i++) {
+        ((float *) l.mean_over_scale->data)[i] = l.mean[i] / l.scale[i];
+    }
+}
+
+void tq_conditioned_layer::condition(const float * k, float * out, int head, int n, llama_pos position) const {
+    const size_t  first = (size_t) head * head_size;
+    const float * inv   = inverse.data() + first;
+    if (mode == TQ_SCALED) {
+        for (int i = 0; i < n; i++) {
+            out[i] = k[i] * inv[i];
+        }
+        return;
+    }
+    float mu[TQ_MAX_HEAD];
+    mean_at(head, position, mu);
+    for (int i = 0; i < n; i++) {
+        out[i] = (k[i] - mu[i]) * inv[i];
+    }
+}
+
+void tq_conditioned_layer::restore(const float * k, float * out, int head, int n, llama_pos position) const {
+    float         mu[TQ_MAX_HEAD] = { 0 };
+    const float * s = scale.data() + (size_t) head * head_size;
+    if (mode != TQ_SCALED) {
+        mean_at(head, position, mu);
+    }
+    for (int i = 0; i < n; i++) {
+        out[i] = k[i] * s[i] + mu[i];
+    }
+}
+
+void tq_conditioned_layer::mean_at(int head, llama_pos position, float * mu) const {
+    const tq_rope & rope = table->rope;
+    const float *   m    = mean.data() + (size_t) head * head_size;
+    const float *   cosine = table->at(mode == TQ_CONSTANT ? 0 : position), *sine = cosine + rope.n_rot / 2;
+    for (int i = 0; i < rope.n_rot / 2; i++) {
+        const int a = tq_first_of_pair(rope, i), b = tq_second_of_pair(rope, i);
+        mu[a] = m[a] * cosine[i] - m[b] * sine[i];
+        mu[b] = m[b] * cosine[i] + m[a] * sine[i];
+    }
+    for (int i = rope.n_rot; i < head_size; i++) {
+        mu[i] = m[i];
+    }
+}
+
+// ---- a cache ----
+
+tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filter), user(current_user), kv(kv) {
+    if (current_constants == nullptr) {
+        return;
+    }
+    mean_block = current_constants->mean_block > 0 ? current_constants->mean_block : TQ_MEAN_BLOCK;
+    for (int i = 0; i < current_constants->n_layers; i++) {
+        const tq_layer_constants & c = current_constants->layers[i];
+        const size_t               n = (size_t) c.n_head_kv * c.head_size;
+        stored & s                   = constants[c.il];
+        s.n_head_kv                  = c.n_head_kv;
+        s.head_size                  = c.head_size;
+        s.variance.assign(c.variance, c.variance + n);
+        s.query_energy.assign(c.query_energy, c.query_energy + n);
+        if (c.mean != nullptr) {
+            s.mean.assign(c.mean, c.mean + n);
+        }
+    }
+}
+
+tq_conditioner & tq_conditioner::of(llama_kv_cache & kv) {
+    auto & c = access::conditioner(kv);
+    if (!c) {
+        c = std::make_shared<tq_conditioner>(kv);
+    }
+    return *c;
+}
+
+// Architectures whose graphs write to the cache or attend it without build_attn.
+static bool goes_around(llm_arch arch) {
+    static const std::set<llm_arch> archs = { LLM_ARCH_QWEN4EXP,   LLM_ARCH_DEEPSEEK4, LLM_ARCH_GLM5_NEXT,
+                                              LLM_ARCH_MINIMAX_M3, LLM_ARCH_DFLASH,    LLM_ARCH_T5 };
+    return archs.count(arch) != 0;
+}
+
+static bool attends_with_ours(const llama_kv_cache & kv, int head_size) {
+    return (kv.type_k() == GGML_TYPE_TQ3 || kv.type_k() == GGML_TYPE_TQ4) && tq_cache_type_of(kv.type_v()) >= 0 &&
+           access::flash_attention(kv) && head_size <= TQ_MAX_HEAD;
+}
+
+tq_conditioned_mode tq_conditioner::mode_of(const stored & s, bool takes_mean) const {
+    if (s.mean.empty()) {
+        return TQ_SCALED;
+    }
+    if (attends_with_ours(kv, s.head_size)) {
+        return TQ_POSITIONAL;
+    }
+    return takes_mean ? TQ_CONSTANT : TQ_SCALED;
+}
+
+std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams & cparams, int il, bool takes_mean) {
+    auto           layer = std::make_unique<tq_conditioned_layer>();
+    const auto &   model = access::model(kv);
+    const auto &   hp    = model.hparams;
+    const auto     found = constants.find(il);
+    tq_rope        rope;
+    layer->kv = &kv;
+    layer->il = il;
+    if (found == constants.end() || !ggml_is_quantized(kv.type_k()) || goes_around(model.arch) ||
+        access::shares_cells(kv) || found->second.n_head_kv != (int) hp.n_head_kv(il) ||
+        found->second.head_size != (int) hp.n_embd_head_k(il) || !rope_of(model, cparams, il, &rope)) {
+        return layer;
+    }
+    const stored & s = found->second;
+    layer->n_head_kv = s.n_head_kv;
+    layer->head_size = s.head_size;
+    layer->mode      = mode_of(s, takes_mean);
+    if (layer->mode != TQ_SCALED) {
+        const int n_ctx = (int) cparams.n_ctx_seq;
+        layer->mean     = s.mean;
+        layer->table    = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx);
+        damp_mean(layer->mean, *layer->table, s.head_size, layer->mode == TQ_POSITIONAL);
+    }
+    layer->scale = scale_of(s.variance, s.query_energy, s.mean, layer->mean, rope, s.head_size);
+    for (float x : layer->scale) {
+        layer->inverse.push_back(1.0f / x);
+    }
+    make_tensors(*layer, (int) hp.n_head(il));
+    return layer;
+}
+
+std::shared_ptr<const tq_block_table> tq_conditioner::table_for(const tq_rope & rope, int block, int n_positions) {
+    for (const auto & t : tables) {
+        if (t->block == block && memcmp(&t->rope, &rope, sizeof(rope)) == 0) {
+            return t;
+        }
+    }
+    tables.push_back(std::make_shared<const tq_block_table>(rope, block, n_positions));
+    return tables.back();
+}
+
+const tq_conditioned_layer & tq_conditioner::layer(const llama_cparams & cparams, int il, bool takes_mean) {
+    const int writer = access::writer(kv, il);
+    auto &    l      = layers[writer];
+    if (!l) {
+        l = make(cparams, writer, takes_mean);
+    }
+    return *l;
+}
+
+const tq_conditioned_layer * tq_conditioner::find(int il) const {
+    const auto found = layers.find(access::writer(kv, il));
+    return found != layers.end() && found->second->mode != TQ_PLAIN ? found->second.get() : nullptr;
+}
+
+const tq_filtered * tq_conditioner::filtered(int32_t kind, int32_t il) {
+    return &(filters[{ kind, il }] = { this, kind, il });
+}
+
+int tq_kv_conditioning(const llama_context * ctx, tq_conditioned_layers * layers) {
+    const auto caches = access::caches(llama_get_memory(ctx));
+    int        n[4]   = { 0, 0, 0, 0 };
+    for (llama_kv_cache * kv : caches) {
+        for (const auto & [_, layer] : tq_conditioner::of(*kv).all()) {
+            n[layer->mode]++;
+        }
+    }
+    *layers = { n[TQ_PLAIN], n[TQ_SCALED], n[TQ_CONSTANT], n[TQ_POSITIONAL] };
+    return caches.empty() ? -1 : 0;
+}

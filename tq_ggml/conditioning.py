@@ -1,0 +1,211 @@
+"""Key conditioning in the engine: the constants a KV cache is made with, and row filters (c_src/ggml/tq_conditioning.h).
+
+Keys are stored as ``(K - mean) / scale`` and queries attend as ``Q * scale``; docs/conditioning.md tells why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from tq_ggml.errors import EngineError
+from tq_ggml.library import activate
+
+
+@dataclass(frozen=True)
+class KeyMoments:
+    """What calibration gathers of one layer's keys and queries; each float32 of shape (n_head_kv, head_size).
+
+    Attributes:
+        mean: of keys before RoPE.
+        variance: of keys about that mean.
+        query_energy: mean square of the queries, over the heads that share a KV head.
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+    query_energy: np.ndarray
+
+
+class Rows(IntEnum):
+    """What a row filter is given."""
+
+    K, V, Q = 0, 1, 2
+
+
+class _LayerConstants(ctypes.Structure):
+    _fields_ = [
+        ("il", ctypes.c_int32),
+        ("n_head_kv", ctypes.c_int32),
+        ("head_size", ctypes.c_int32),
+        ("mean", ctypes.c_void_p),
+        ("variance", ctypes.c_void_p),
+        ("query_energy", ctypes.c_void_p),
+    ]
+
+
+class _KeyConstants(ctypes.Structure):
+    _fields_ = [
+        ("n_layers", ctypes.c_int32),
+        ("layers", ctypes.POINTER(_LayerConstants)),
+        ("mean_block", ctypes.c_int32),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("il", ctypes.c_int32),
+        ("n_tokens", ctypes.c_int32),
+        ("n_head", ctypes.c_int32),
+        ("head_size", ctypes.c_int32),
+        ("positions", ctypes.POINTER(ctypes.c_int32)),
+        ("rows", ctypes.POINTER(ctypes.c_float)),
+    ]
+
+
+class _Rope(ctypes.Structure):
+    _fields_ = [("n_rot", ctypes.c_int32), ("is_neox", ctypes.c_int32), ("angle", ctypes.c_float * 512)]
+
+
+class _Layers(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("plain", "scaled", "constant", "positional")]
+
+
+_FILTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Rows))
+
+RowFilter = Callable[[Rows, int, np.ndarray, np.ndarray], None]
+"""``filter(kind, layer, positions, rows)``: int32 (n_tokens,) and float32 (n_tokens, n_head, head_size), in place."""
+
+
+@dataclass(frozen=True)
+class ConditionedLayers:
+    """Layers of a KV cache by what is done to their keys.
+
+    Attributes:
+        plain: nothing.
+        scaled: divided by a scale.
+        constant: also without the mean of the channels that hardly turn with the position.
+        positional: also without the mean at each block of positions.
+    """
+
+    plain: int
+    scaled: int
+    constant: int
+    positional: int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How RoPE turns a layer's keys.
+
+    Attributes:
+        pairs: int of shape (2, n): the first and the second channel of each pair.
+        angle: float64 of shape (n,): radians per position.
+    """
+
+    pairs: np.ndarray
+    angle: np.ndarray
+
+    def turn_back(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Keys or queries, float (n_tokens, n_head, head_size), as they were before RoPE."""
+        if self.angle.size == 0:
+            return rows
+        angle = positions[:, None].astype(np.float64) * self.angle
+        cosine, sine = (f(angle).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
+        first, second = (rows[..., channels] for channels in self.pairs)
+        out = rows.copy()
+        out[..., self.pairs[0]] = first * cosine + second * sine
+        out[..., self.pairs[1]] = second * cosine - first * sine
+        return out
+
+
+@contextmanager
+def conditioned(moments: Mapping[int, KeyMoments] | None, *, mean_block: int = 0) -> Iterator[None]:
+    """Contexts that this thread makes inside the block get these constants, by layer; None for none.
+
+    Args:
+        mean_block: positions that share a mean, a power of two; 0 for the engine's own.
+    """
+    arrays = []  # alive until the engine has copied them
+
+    def address(array: np.ndarray) -> int:
+        arrays.append(np.ascontiguousarray(array, dtype=np.float32))
+        return arrays[-1].ctypes.data
+
+    layers = [
+        _LayerConstants(il, *m.mean.shape, address(m.mean), address(m.variance), address(m.query_energy))
+        for il, m in (moments or {}).items()
+    ]
+    constants = _KeyConstants(len(layers), (_LayerConstants * len(layers))(*layers), mean_block)
+    use = _function("tq_use_key_constants", None, ctypes.POINTER(_KeyConstants))
+    use(ctypes.byref(constants) if layers else None)
+    try:
+        yield
+    finally:
+        use(None)
+
+
+@contextmanager
+def filtering(row_filter: RowFilter) -> Iterator[Callable[[], None]]:
+    """Contexts that this thread makes inside the block pass their rows through ``row_filter``, also after it.
+
+    An exception in the filter is not raised there, where llama.cpp calls; the yielded function raises the first one.
+    The filter must outlive the contexts, so use them inside the block.
+    """
+    failures: list[BaseException] = []
+
+    def call(_user: int, given: ctypes._Pointer[_Rows]) -> None:
+        if failures:
+            return
+        r = given.contents
+        try:
+            positions = np.ctypeslib.as_array(r.positions, shape=(r.n_tokens,))
+            rows = np.ctypeslib.as_array(r.rows, shape=(r.n_tokens, r.n_head, r.head_size))
+            row_filter(Rows(r.kind), r.il, positions, rows)
+        except BaseException as failure:  # noqa: BLE001 - llama.cpp cannot carry it
+            failures.append(failure)
+
+    def check() -> None:
+        if failures:
+            raise failures[0]
+
+    use = _function("tq_use_row_filter", None, _FILTER, ctypes.c_void_p)
+    callback = _FILTER(call)
+    use(callback, None)
+    try:
+        yield check
+    finally:
+        use(_FILTER(0), None)
+
+
+def layer_rope(ctx: int, layer: int) -> Rope | None:
+    """The RoPE of a layer in a ``llama_context *``; None when it is of a kind that conditioning does not know."""
+    rope = _Rope()
+    find = _function("tq_layer_rope", ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.POINTER(_Rope))
+    if find(ctx, layer, ctypes.byref(rope)) != 0:
+        return None
+    half = np.arange(rope.n_rot // 2)
+    pairs = np.stack([half, half + half.size] if rope.is_neox else [2 * half, 2 * half + 1])
+    return Rope(pairs, np.array(rope.angle[: half.size], dtype=np.float64))
+
+
+def conditioned_layers(ctx: int) -> ConditionedLayers:
+    """What the KV cache of a ``llama_context *`` does to its keys, counted over layers."""
+    layers = _Layers()
+    _function("tq_kv_conditioning", ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Layers))(ctx, ctypes.byref(layers))
+    return ConditionedLayers(layers.plain, layers.scaled, layers.constant, layers.positional)
+
+
+def _function(name: str, result: type | None, *arguments: type) -> Callable:
+    lib = activate().llama_cpp._lib
+    if not hasattr(lib, name):
+        raise EngineError(f"the loaded libraries do not export {name}; build tq-ggml's own with `make dev`")
+    function = getattr(lib, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
