@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +15,15 @@ from tq_ggml.errors import TqError
 SINKS = 4
 """First positions that are left out: keys and queries of attention sinks are like no others."""
 
+STARTS = 32
+"""Texts of one token that tell what keys at position 0 are like, for models that do not open a text with BOS."""
+
 DEFAULT_TOKENS = 512
+
+
+def calibration_text() -> str:
+    """The text that calibration runs over by default: our own words, in several scripts and programming languages."""
+    return (Path(__file__).parent / "calibration.txt").read_text(encoding="utf-8")
 
 
 @dataclass
@@ -36,6 +45,7 @@ class LayerSums:
     """What calibration keeps of a layer while it runs."""
 
     rope: Rope
+    starts: _Sums = field(default_factory=_Sums)
     sums: dict[Rows, _Sums] = field(default_factory=lambda: {kind: _Sums() for kind in Rows})
 
     def key_moments(self) -> KeyMoments:
@@ -46,9 +56,15 @@ class LayerSums:
         n_head_kv, head_size = mean.shape
         return KeyMoments(
             mean=mean.astype(np.float32),
+            start=(self.starts.total / self.starts.n).astype(np.float32),
             variance=np.maximum(keys.squares / keys.n - mean**2, 0.0).astype(np.float32),
             query_energy=energy.reshape(n_head_kv, -1, head_size).mean(axis=1).astype(np.float32),
         )
+
+
+def _starts(model: Model, tokens: np.ndarray) -> np.ndarray:
+    """First tokens to look at: the one that opens every text, or some where there is none."""
+    return tokens[:1] if model.bos is not None else tokens[:: -(-len(tokens) // STARTS)]
 
 
 def gather(model: Model, tokens: np.ndarray, *, n_threads: int | None = None) -> dict[int, LayerSums]:
@@ -68,8 +84,13 @@ def gather(model: Model, tokens: np.ndarray, *, n_threads: int | None = None) ->
             if rope is None:
                 return
             layers[il] = LayerSums(rope)
+        layer = layers[il]
+        if positions[-1] == 0:
+            if kind == Rows.K:
+                layer.starts.add(rows)
+            return
         kept = positions >= SINKS
-        rows, layer = rows[kept], layers[il]
+        rows = rows[kept]
         layer.sums[kind].add(layer.rope.turn_back(rows, positions[kept]) if kind != Rows.V else rows)
 
     with (
@@ -82,4 +103,8 @@ def gather(model: Model, tokens: np.ndarray, *, n_threads: int | None = None) ->
             context.decode(chunk, start)
             check()
             progress.update(len(chunk))
+        for token in _starts(model, tokens):
+            context.clear()
+            context.decode([token], 0)
+        check()
     return layers

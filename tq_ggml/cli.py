@@ -18,6 +18,8 @@ from tq_ggml.report import FORMATS
 DEFAULT_TYPES = "f16,q8_0,q4_0,tq4,tq3"
 DEFAULT_CTX, DEFAULT_DEPTH, DEFAULT_CHAT_CTX = 2048, 4096, 4096
 DEFAULT_WINDOWS, DEFAULT_GEN, DEFAULT_ROUNDS = 4, 32, 3
+DEFAULT_PASSKEY, DEFAULT_PASSKEY_DEPTHS = [1024, 4096, 8192], [10, 50, 90]
+DEFAULT_ANSWER, N_PROMPTS = 64, 40  # the prompts of tq_ggml/prompts.txt
 MAX_TOKENS = 1 << 24  # no context is longer; catches slips before they become an out-of-memory
 
 
@@ -86,8 +88,8 @@ def _whole(low: int, high: int = MAX_TOKENS) -> Callable[[str], int]:
     return parse
 
 
-def _wholes(low: int) -> Callable[[str], list[int]]:
-    one = _whole(low)
+def _wholes(low: int, high: int = MAX_TOKENS) -> Callable[[str], list[int]]:
+    one = _whole(low, high)
     return lambda text: [one(part) for part in text.split(",")]
 
 
@@ -147,6 +149,7 @@ def _measuring() -> argparse.ArgumentParser:
     )
     _add_quality(parser.add_argument_group("quality (bench ignores them)"))
     _add_speed(parser.add_argument_group("speed (perplexity ignores them)"))
+    _add_behaviour(parser.add_argument_group("behaviour (off unless asked for, it takes minutes; compare only)"))
     output = parser.add_argument_group("output")
     _add_output(output, FORMATS)
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw the result as png, svg or pdf")
@@ -198,6 +201,43 @@ def _add_speed(speed: Any) -> None:
     speed.add_argument(
         "-r", "--repetitions", type=_whole(1), default=DEFAULT_ROUNDS, metavar="N", help="rounds (default: %(default)s)"
     )
+
+
+def _add_behaviour(behaviour: Any) -> None:
+    behaviour.add_argument(
+        "--passkey",
+        type=_wholes(1),
+        nargs="?",
+        const=DEFAULT_PASSKEY,
+        metavar="N[,N]",
+        help=f"find a number in a text of N tokens (N without a value: {_comma(DEFAULT_PASSKEY)}, as the model allows)",
+    )
+    behaviour.add_argument(
+        "--passkey-depths",
+        type=_wholes(0, 100),
+        default=DEFAULT_PASSKEY_DEPTHS,
+        metavar="P[,P]",
+        help=f"where in the text it is, in per cent; one run each (default: {_comma(DEFAULT_PASSKEY_DEPTHS)})",
+    )
+    behaviour.add_argument(
+        "--agreement",
+        type=_whole(1, N_PROMPTS),
+        nargs="?",
+        const=N_PROMPTS,
+        metavar="N",
+        help=f"compare greedy answers with an f16 cache's, to N of {N_PROMPTS} prompts (N without a value: all)",
+    )
+    behaviour.add_argument(
+        "--agreement-tokens",
+        type=_whole(1),
+        default=DEFAULT_ANSWER,
+        metavar="N",
+        help="tokens of each answer (default: %(default)s)",
+    )
+
+
+def _comma(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _add_output(parser: Any, formats: Sequence[str]) -> None:

@@ -7,12 +7,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tq_ggml import benchmark, engine, report, texts
+from tq_ggml import behaviour, benchmark, engine, report, texts
 from tq_ggml.benchmark import Test
 from tq_ggml.cache_types import Pair, parse_pair
 from tq_ggml.chat import Chat
@@ -22,6 +21,7 @@ from tq_ggml.cli import (
     DEFAULT_CTX,
     DEFAULT_DEPTH,
     DEFAULT_GEN,
+    DEFAULT_PASSKEY,
     DEFAULT_ROUNDS,
     DEFAULT_TYPES,
     DEFAULT_WINDOWS,
@@ -30,6 +30,9 @@ from tq_ggml.doctor import as_rows, examine
 from tq_ggml.errors import TqError
 from tq_ggml.evaluation import F16, cut_windows, evaluate
 from tq_ggml.models import available, check_gguf, get, resolve_model
+from tq_ggml.prompts import load_prompts
+
+_BEHAVIOUR = {"passkey": None, "agreement": None}  # what is off unless asked for
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -39,16 +42,20 @@ def compare(args: argparse.Namespace) -> None:
     with _opened(args) as model:
         # Whatever can be wrong with the request is found before minutes are spent on half of it.
         windows, tests = _windows(args, model), _tests(args, model)
+        passkeys, questions = _passkeys(args, model), _questions(args, model)
         quality = _quality_rows(args, model, windows)
         speed = _speed_rows(args, model, tests)
         # Both measure a cache size; the one of the scored windows (--ctx) counts.
         rows = [s | q for q, s in zip(quality, speed, strict=True)]
-        _print(args, model, rows, rows, report.COMPARE)
+        _add_behaviour(args, model, rows, passkeys, questions)
+        _print(args, model, rows, rows, report.compare_columns(rows))
 
 
 def perplexity(args: argparse.Namespace) -> None:
     """``tq-ggml perplexity``: quality only."""
-    _note_ignored(args, {"depth": None, "n_prompt": None, "n_gen": DEFAULT_GEN, "repetitions": DEFAULT_ROUNDS})
+    _note_ignored(
+        args, {"depth": None, "n_prompt": None, "n_gen": DEFAULT_GEN, "repetitions": DEFAULT_ROUNDS} | _BEHAVIOUR
+    )
     with _opened(args) as model:
         rows = _quality_rows(args, model, _windows(args, model))
         _print(args, model, rows, rows, report.PERPLEXITY)
@@ -56,7 +63,7 @@ def perplexity(args: argparse.Namespace) -> None:
 
 def bench(args: argparse.Namespace) -> None:
     """``tq-ggml bench``: speed only, for each depth."""
-    _note_ignored(args, {"text": None, "ctx": None, "windows": DEFAULT_WINDOWS})
+    _note_ignored(args, {"text": None, "ctx": None, "windows": DEFAULT_WINDOWS} | _BEHAVIOUR)
     with _opened(args) as model:
         rows = _speed_rows(args, model, _tests(args, model))
         _print(args, model, rows, report.bench_tests(rows), report.BENCH)
@@ -76,7 +83,7 @@ def _opened(args: argparse.Namespace) -> engine.Model:
         report.check_plot(args.plot)
     path = resolve_model(args.model)
     if args.command != "bench":
-        args.text = _text(args.text)
+        args.text = texts.demo_text() if args.text is None else texts.named_text(args.text)
     return engine.Model(path)
 
 
@@ -88,16 +95,6 @@ def _types(args: argparse.Namespace) -> list[Pair]:
         return args.types or [parse_pair(name) for name in DEFAULT_TYPES.split(",")]
     both = args.cache_type or F16[0]
     return list(dict.fromkeys([F16, (args.cache_type_k or both, args.cache_type_v or both)]))
-
-
-def _text(spec: str | None) -> str:
-    if spec is None:
-        return texts.demo_text()
-    if not spec:
-        raise TqError("--text is empty; give a file or a novel's title, or leave it out for the demo text")
-    if not Path(spec).exists() and spec.lower() in (title.lower() for title in texts.NOVELS):
-        return texts.novel(spec)
-    return texts.load_text(spec)
 
 
 def _windows(args: argparse.Namespace, model: engine.Model) -> np.ndarray:
@@ -131,6 +128,40 @@ def _speed_rows(args: argparse.Namespace, model: engine.Model, tests: Sequence[T
         rows += benchmark.to_rows(speeds)
         _note(f"speed: median of {args.repetitions} rounds at depth {test.depth}")
     return rows
+
+
+def _passkeys(args: argparse.Namespace, model: engine.Model) -> list[behaviour.Passkey]:
+    lengths = args.passkey or []
+    if lengths is DEFAULT_PASSKEY:
+        lengths = [n for n in lengths if n <= model.n_ctx_train] or [model.n_ctx_train]
+    return behaviour.hide_passkeys(model, lengths, [percent / 100 for percent in args.passkey_depths])
+
+
+def _questions(args: argparse.Namespace, model: engine.Model) -> list[np.ndarray]:
+    return behaviour.pose(model, load_prompts()[: args.agreement], args.agreement_tokens) if args.agreement else []
+
+
+def _add_behaviour(
+    args: argparse.Namespace,
+    model: engine.Model,
+    rows: list[dict[str, Any]],
+    passkeys: Sequence[behaviour.Passkey],
+    questions: Sequence[np.ndarray],
+) -> None:
+    found: list[behaviour.Retrieval | behaviour.Agreement] = []
+    if passkeys:
+        found += behaviour.retrieve(model, args.types, passkeys, n_threads=args.threads)
+        _note(f"passkey: {len(args.passkey_depths)} numbers per length, share of their digits that came back")
+    if questions:
+        agreements = behaviour.agree(
+            model, args.types, questions, n_tokens=args.agreement_tokens, n_threads=args.threads
+        )
+        found += agreements
+        _note(
+            f"agreement: {len(questions)} prompts, f16 answers of {agreements[0].answer_tokens:.1f} tokens on average"
+        )
+    for index, result in enumerate(found):
+        rows[index % len(rows)] |= result.row()
 
 
 def _warn_length(model: engine.Model, option: str, n_tokens: int) -> None:

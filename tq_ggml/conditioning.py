@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import numpy as np
@@ -23,11 +23,13 @@ class KeyMoments:
 
     Attributes:
         mean: of keys before RoPE.
+        start: of keys at position 0, the first token's.
         variance: of keys about that mean.
         query_energy: mean square of the queries, over the heads that share a KV head.
     """
 
     mean: np.ndarray
+    start: np.ndarray
     variance: np.ndarray
     query_energy: np.ndarray
 
@@ -44,6 +46,7 @@ class _LayerConstants(ctypes.Structure):
         ("n_head_kv", ctypes.c_int32),
         ("head_size", ctypes.c_int32),
         ("mean", ctypes.c_void_p),
+        ("start", ctypes.c_void_p),
         ("variance", ctypes.c_void_p),
         ("query_energy", ctypes.c_void_p),
     ]
@@ -139,7 +142,7 @@ def conditioned(moments: Mapping[int, KeyMoments] | None, *, mean_block: int = 0
         return arrays[-1].ctypes.data
 
     layers = [
-        _LayerConstants(il, *m.mean.shape, address(m.mean), address(m.variance), address(m.query_energy))
+        _LayerConstants(il, *m.mean.shape, *(address(getattr(m, f.name)) for f in fields(KeyMoments)))
         for il, m in (moments or {}).items()
     ]
     constants = _KeyConstants(len(layers), (_LayerConstants * len(layers))(*layers), mean_block)

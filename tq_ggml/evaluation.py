@@ -8,7 +8,7 @@ nothing is rounded on the way through a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LOGIT_BYTES = 64 << 20  # alive per context
 F16: Pair = (resolve("f16"), resolve("f16"))
+Key = Pair | str
+"""What a context is known by while it is scored."""
 
 
 @dataclass(frozen=True)
@@ -145,26 +147,43 @@ def evaluate(
     Raises:
         TqError: a context cannot be made, or a cache type makes logits that are not finite.
     """
-    n_windows, n_ctx = windows.shape
-    rows = rows_per_chunk(model.n_vocab)
-    scores: dict[Pair, list[TokenScore]] = {pair: [] for pair in (F16, *pairs)}
+    n_ctx = windows.shape[1]
+    ubatch = rows_per_chunk(model.n_vocab)
     with ExitStack() as stack:
         contexts = {
-            pair: stack.enter_context(model.context(*pair, n_ctx=n_ctx, n_ubatch=rows, n_threads=n_threads))
-            for pair in scores
+            pair: stack.enter_context(model.context(*pair, n_ctx=n_ctx, n_ubatch=ubatch, n_threads=n_threads))
+            for pair in (F16, *pairs)
         }
-        progress = stack.enter_context(tqdm(total=n_windows * (n_ctx - 1), unit="tok", desc="quality", disable=None))
-        for index, window in enumerate(windows):
-            _score_window(contexts, window, scores, rows, progress, f"window {index + 1}")
-            progress.set_postfix_str(_running(scores))
+        scores = score(contexts, F16, windows)
         sizes = {pair: context.kv_bytes for pair, context in contexts.items()}
     return [Quality(*pair, sizes[pair], sizes[F16] / sizes[pair], **summarise(scores[pair])) for pair in pairs]
 
 
+def score(contexts: Mapping[Key, Context], reference: Key, windows: np.ndarray) -> dict[Key, list[TokenScore]]:
+    """Score the second half of each window in every context against the one named ``reference``.
+
+    Args:
+        contexts: of one model, each with room for a window; a key is a pair of types, or a name.
+        windows: from :func:`cut_windows`.
+
+    Raises:
+        TqError: a context makes logits that are not finite.
+    """
+    n_windows, n_ctx = windows.shape
+    scores: dict[Key, list[TokenScore]] = {key: [] for key in contexts}
+    rows = rows_per_chunk(contexts[reference].model.n_vocab)
+    with tqdm(total=n_windows * (n_ctx - 1), unit="tok", desc="quality", disable=None) as progress:
+        for index, window in enumerate(windows):
+            _score_window(contexts, reference, window, scores, rows, progress, f"window {index + 1}")
+            progress.set_postfix_str(_running(scores, reference))
+    return scores
+
+
 def _score_window(
-    contexts: dict[Pair, Context],
+    contexts: Mapping[Key, Context],
+    reference: Key,
     window: np.ndarray,
-    scores: dict[Pair, list[TokenScore]],
+    scores: dict[Key, list[TokenScore]],
     rows: int,
     progress: tqdm,
     where: str,
@@ -176,24 +195,26 @@ def _score_window(
     progress.update(half)
     for start in range(half, end, rows):
         stop = min(start + rows, end)
-        logits = {pair: context.decode(window[start:stop], start, logits="all") for pair, context in contexts.items()}
+        logits = {key: context.decode(window[start:stop], start, logits="all") for key, context in contexts.items()}
         for row, token in enumerate(window[start + 1 : stop + 1]):
-            _score_row({pair: block[row] for pair, block in logits.items()}, int(token), scores, where)
+            _score_row({key: block[row] for key, block in logits.items()}, reference, int(token), scores, where)
         progress.update(stop - start)
 
 
-def _score_row(rows: dict[Pair, np.ndarray], token: int, scores: dict[Pair, list[TokenScore]], where: str) -> None:
-    reference = _finite_log_softmax(rows[F16], F16, where)
-    for pair, row in rows.items():
-        candidate = reference if pair == F16 else _finite_log_softmax(row, pair, where)
-        scores[pair].append(score_token(reference, candidate, token))
+def _score_row(
+    rows: dict[Key, np.ndarray], reference: Key, token: int, scores: dict[Key, list[TokenScore]], where: str
+) -> None:
+    expected = _finite_log_softmax(rows[reference], reference, where)
+    for key, row in rows.items():
+        candidate = expected if key == reference else _finite_log_softmax(row, key, where)
+        scores[key].append(score_token(expected, candidate, token))
 
 
-def _finite_log_softmax(row: np.ndarray, pair: Pair, where: str) -> np.ndarray:
+def _finite_log_softmax(row: np.ndarray, key: Key, where: str) -> np.ndarray:
     # One NaN or infinity anywhere makes the sum of the row not finite, and a sum costs little.
     if not math.isfinite(row.sum(dtype=np.float64)):
         raise TqError(
-            f"cache type {pair_name(pair)} gave logits that are not finite in {where}; "
+            f"cache type {key_name(key)} gave logits that are not finite in {where}; "
             "check the model with --types f16 first"
         )
     return log_softmax(row)
@@ -204,11 +225,16 @@ def pair_name(pair: Pair) -> str:
     return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}/{pair[1]}"
 
 
-def _running(scores: dict[Pair, list[TokenScore]]) -> str:
-    ppl = math.exp(np.mean([score.nll for score in scores[F16]]))
+def key_name(key: Key) -> str:
+    """A context's key for messages."""
+    return key if isinstance(key, str) else pair_name(key)
+
+
+def _running(scores: dict[Key, list[TokenScore]], reference: Key) -> str:
+    ppl = math.exp(np.mean([score.nll for score in scores[reference]]))
     klds = (
-        f"{pair_name(pair)} {np.mean([score.kld for score in done]):.4f}"
-        for pair, done in scores.items()
-        if pair != F16
+        f"{key_name(key)} {np.mean([score.kld for score in done]):.4f}"
+        for key, done in scores.items()
+        if key != reference
     )
-    return f"f16 PPL {ppl:.2f}, KLD {' '.join(klds)}"
+    return f"{key_name(reference)} PPL {ppl:.2f}, KLD {' '.join(klds)}"

@@ -63,6 +63,10 @@ _SPEED = (
     Column("decode t/s", "decode_tps", ".1f", "decode_sd"),
 )
 COMPARE = (*_TYPES, *_SIZE, *_QUALITY, *_SPEED)
+_BEHAVIOUR = (
+    Column("same tokens", "prefix", ".1f", "prefix_err"),
+    Column("same answer %", "identical", ".0f", scale=100),
+)
 PERPLEXITY = (*_TYPES, *_SIZE, *_QUALITY, *_TAILS)
 BENCH = (
     Column("model", "model"),
@@ -72,6 +76,13 @@ BENCH = (
     Column("t/s", "tps", ".2f", "sd"),
     Column("vs f16", "vs_f16", ".2f"),
 )
+
+
+def compare_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """``COMPARE``, and a column for each figure of behaviour that the rows have."""
+    lengths = (key.removeprefix("passkey_") for key in rows[0] if key.startswith("passkey_"))
+    passkeys = (Column(f"passkey {length} %", f"passkey_{length}", ".0f", scale=100) for length in lengths)
+    return (*COMPARE, *passkeys, *(column for column in _BEHAVIOUR if column.key in rows[0]))
 
 
 def render(rows: Sequence[Row], fmt: str, columns: Sequence[Column]) -> str:
@@ -164,7 +175,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     matplotlib.use("Agg")  # no display is needed to write a file
     from matplotlib import pyplot
 
-    panels = [column for column in COMPARE if column.spec and column.key not in ("ratio", "same_top")]
+    panels = [column for column in compare_columns(rows) if column.spec and column.key not in ("ratio", "same_top")]
     panels = [column for column in panels if any(row.get(column.key) is not None for row in rows)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(3 * len(panels), 1.2 + 0.4 * len(rows)), sharey=True)
     for axis, column in zip([axes] if len(panels) == 1 else axes, panels, strict=True):

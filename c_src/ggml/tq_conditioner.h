@@ -45,12 +45,12 @@ struct tq_conditioned_layer {
     const llama_kv_cache *                kv   = nullptr;
     tq_conditioned_mode                   mode = TQ_PLAIN;
     int                                   il = -1, n_head_kv = 0, head_size = 0;
-    std::vector<float>                    scale, inverse, mean;  // [n_head_kv][head_size]
+    std::vector<float>                    scale, inverse, mean, start;  // [n_head_kv][head_size]
     std::shared_ptr<const tq_block_table> table;
 
     // For graphs.
     ggml_tensor * scale_q         = nullptr;  // [head_size][n_head]
-    ggml_tensor * mean_over_scale = nullptr;  // [head_size][n_head_kv], TQ_POSITIONAL alone
+    ggml_tensor * mean_over_scale = nullptr;  // [head_size][n_head_kv][2], TQ_POSITIONAL alone
 
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
@@ -86,7 +86,7 @@ class tq_conditioner {
   private:
     struct stored {
         int                n_head_kv, head_size;
-        std::vector<float> mean, variance, query_energy;
+        std::vector<float> mean, start, variance, query_energy;
     };
 
     std::unique_ptr<tq_conditioned_layer> make(const llama_cparams & cparams, int il, bool takes_mean);

@@ -82,8 +82,8 @@ static ggml_backend_buffer_t allocate(ggml_context * ctx) {
     return ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_cpu_buffer_type());
 }
 
-static ggml_tensor * new_tensor(ggml_context * ctx, const char * name, int64_t n0, int64_t n1) {
-    return ggml_set_name(ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n0, n1), name);
+static ggml_tensor * new_tensor(ggml_context * ctx, const char * name, int64_t n0, int64_t n1, int64_t n2 = 1) {
+    return ggml_set_name(ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n0, n1, n2), name);
 }
 
 tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions)
@@ -162,7 +162,7 @@ static void make_tensors(tq_conditioned_layer & l, int n_head) {
     const int head = l.head_size, group = n_head / l.n_head_kv;
     l.scale_q = new_tensor(l.ctx.get(), "tq_scale", head, n_head);
     if (l.mode == TQ_POSITIONAL) {
-        l.mean_over_scale = new_tensor(l.ctx.get(), "tq_mean", head, l.n_head_kv);
+        l.mean_over_scale = new_tensor(l.ctx.get(), "tq_mean", head, l.n_head_kv, 2);
     }
     l.buffer.reset(allocate(l.ctx.get()));
     for (int h = 0; h < n_head; h++) {
@@ -170,7 +170,8 @@ static void make_tensors(tq_conditioned_layer & l, int n_head) {
                head * sizeof(float));
     }
     for (size_t i = 0; l.mean_over_scale != nullptr && i < l.mean.size(); i++) {
-        ((float *) l.mean_over_scale->data)[i] = l.mean[i] / l.scale[i];
+        ((float *) l.mean_over_scale->data)[i]                 = l.mean[i] / l.scale[i];
+        ((float *) l.mean_over_scale->data)[i + l.mean.size()] = l.start[i] / l.scale[i];
     }
 }
 
@@ -202,6 +203,10 @@ void tq_conditioned_layer::restore(const float * k, float * out, int head, int n
 }
 
 void tq_conditioned_layer::mean_at(int head, llama_pos position, float * mu) const {
+    if (mode == TQ_POSITIONAL && position == 0) {
+        memcpy(mu, start.data() + (size_t) head * head_size, head_size * sizeof(float));
+        return;
+    }
     const tq_rope & rope = table->rope;
     const float *   m    = mean.data() + (size_t) head * head_size;
     const float *   cosine = table->at(mode == TQ_CONSTANT ? 0 : position), *sine = cosine + rope.n_rot / 2;
@@ -232,6 +237,9 @@ tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filte
         s.query_energy.assign(c.query_energy, c.query_energy + n);
         if (c.mean != nullptr) {
             s.mean.assign(c.mean, c.mean + n);
+        }
+        if (c.start != nullptr) {
+            s.start.assign(c.start, c.start + n);
         }
     }
 }
@@ -288,6 +296,7 @@ std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams &
         layer->mean     = s.mean;
         layer->table    = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx);
         damp_mean(layer->mean, *layer->table, s.head_size, layer->mode == TQ_POSITIONAL);
+        layer->start = s.start.empty() ? layer->mean : s.start;
     }
     layer->scale = scale_of(s.variance, s.query_energy, s.mean, layer->mean, rope, s.head_size);
     for (float x : layer->scale) {

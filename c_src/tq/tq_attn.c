@@ -149,6 +149,8 @@ INLINE void int8_logits(const tq_attn * a, const tq_attn_rows * rows, int first,
 
 // ---- logits: query . mean of the keys' positions ----
 
+#define START (-1)  // the block of position 0
+
 // Keys next to each other in the cache that share a block of positions: mostly whole blocks.
 typedef struct {
     int n;
@@ -159,7 +161,7 @@ typedef struct {
 INLINE int block_of(const tq_key_mean * m, int32_t position) {
     const int last  = m->n_blocks - 1;
     const int block = position >> m->block_log2;
-    return block < 0 || block > last ? last : block;
+    return position == 0 ? START : block < 0 || block > last ? last : block;
 }
 
 INLINE void find_runs(const tq_key_mean * m, const int32_t * positions, int n_keys, mean_runs * runs) {
@@ -173,24 +175,36 @@ INLINE void find_runs(const tq_key_mean * m, const int32_t * positions, int n_ke
     }
 }
 
+// query . mean of a block, for each row.
+INLINE void mean_of_block(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int block, float * y) {
+    const int     stride    = (int) tq_mean_stride(&a->key_mean);
+    const float * turned    = rows->mean_turned + first * stride;
+    const float * turns     = a->key_mean.table + (size_t) block * (size_t) stride;
+    vf            sum[STEP] = { 0 };
+    for (int i = 0; i < stride; i += LANES) {
+        const vf t = load(turns + i);
+        FOR_ROWS(r) {
+            sum[r] += load(turned + r * stride + i) * t;
+        }
+    }
+    FOR_ROWS(r) {
+        y[r] = sum_lanes(sum[r]) + rows->mean_fixed[first + r];
+    }
+}
+
 INLINE void add_mean_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, const mean_runs * runs,
                             float (*x)[TQ_TILE]) {
-    const int     stride = (int) tq_mean_stride(&a->key_mean);
-    const float * turned = rows->mean_turned + first * stride;
-    float         term[STEP][TQ_TILE + LANES];
+    float term[STEP][TQ_TILE + LANES];
+    float y[STEP];
     for (int run = 0, k = 0; run < runs->n; k = runs->end[run++]) {
-        const float * turns     = a->key_mean.table + (size_t) runs->block[run] * (size_t) stride;
-        vf            sum[STEP] = { 0 };
-        for (int i = 0; i < stride; i += LANES) {
-            const vf t = load(turns + i);
-            FOR_ROWS(r) {
-                sum[r] += load(turned + r * stride + i) * t;
-            }
+        if (runs->block[run] == START) {
+            memcpy(y, rows->mean_start + first, (size_t) n_rows * sizeof(float));
+        } else {
+            mean_of_block(a, rows, first, n_rows, runs->block[run], y);
         }
         FOR_ROWS(r) {
-            const vf y = splat(sum_lanes(sum[r]) + rows->mean_fixed[first + r]);
             for (int i = k; i < runs->end[run]; i += LANES) {
-                store(term[r] + i, y);  // what lies beyond the run, the next ones overwrite
+                store(term[r] + i, splat(y[r]));  // what lies beyond the run, the next ones overwrite
             }
         }
     }

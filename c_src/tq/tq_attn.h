@@ -33,6 +33,7 @@ typedef enum {
 typedef struct {
     const float * table;       // [n_blocks][GGML_PAD(n_rot, TQ_MEAN_PAD)]; NULL: no mean was taken out
     const float * mean;        // [head_k], of the KV head that is attended
+    const float * start;       // the same for position 0 alone
     int           n_rot;       // channels that turn; the others' mean is the same for all keys
     bool          is_neox;     // pairs are (i, i + n_rot / 2), else (2 i, 2 i + 1)
     int           block_log2;  // positions of a block
@@ -62,6 +63,7 @@ typedef struct {
     const uint16_t *   mask[TQ_MAX_ROWS];                 // a row's fp16 mask over the tile, or NULL: all of it is seen
     float              slope[TQ_MAX_ROWS];                // the mask's factor (ALiBi); 1 elsewhere
     const int32_t *    positions;                         // of the tile's keys; read where there is a key_mean
+    float              mean_start[TQ_MAX_ROWS];           // query . mean at position 0
     float              mean_fixed[TQ_MAX_ROWS];           // query . mean over the channels that do not turn
     TQ_ALIGNED float   mean_turned[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][stride]: what a row of the table is multiplied with
     TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][head_k]

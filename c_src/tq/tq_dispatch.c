@@ -287,6 +287,14 @@ static void prepare_query(const tq_query_block * q, int16_t * pairs, int32_t * s
     }
 }
 
+static float product(const float * x, const float * y, int first, int end) {
+    float sum = 0.0f;
+    for (int i = first; i < end; i++) {
+        sum += x[i] * y[i];
+    }
+    return sum;
+}
+
 // query . (mean turned by an angle) is, for each pair, cos * (qa ma + qb mb) + sin * (qb ma - qa mb).
 static void turn_query(const tq_key_mean * m, int head_k, const float * query, float * turned, float * fixed) {
     const int half = m->n_rot / 2;
@@ -297,10 +305,7 @@ static void turn_query(const tq_key_mean * m, int head_k, const float * query, f
         turned[i]        = query[a] * m->mean[a] + query[b] * m->mean[b];
         turned[half + i] = query[b] * m->mean[a] - query[a] * m->mean[b];
     }
-    *fixed = 0.0f;
-    for (int i = m->n_rot; i < head_k; i++) {
-        *fixed += query[i] * m->mean[i];
-    }
+    *fixed = product(query, m->mean, m->n_rot, head_k);
 }
 
 void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query) {
@@ -325,6 +330,7 @@ void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query
     if (a->key_mean.table != NULL) {
         float * turned = rows->mean_turned + (size_t) row * tq_mean_stride(&a->key_mean);
         turn_query(&a->key_mean, a->head_k, query, turned, &rows->mean_fixed[row]);
+        rows->mean_start[row] = product(query, a->key_mean.start, 0, a->head_k);
     }
     rows->max[row]   = -INFINITY;
     rows->sum[row]   = 0.0f;
