@@ -42,8 +42,8 @@ import gguf
 import numpy as np
 
 from tq_ggml import codebooks, evaluation, kernels, models, texts
-from tq_ggml.calibration import SINKS, calibration_text
-from tq_ggml.conditioning import Rope, Rows, filtering, layer_rope
+from tq_ggml.calibration import SINKS, default_text
+from tq_ggml.conditioning import Batch, Rope, Rows, filtering, layer_rope
 from tq_ggml.engine import Context, Model
 from tq_ggml.errors import TqError
 
@@ -125,8 +125,8 @@ def nearest(levels: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def scalar_codec(levels: np.ndarray, recipe: Recipe) -> Codec:
-    """Blocks of one scale and a level each."""
-    levels = levels.astype(np.float32)
+    """Blocks of one scale and a level each; levels by magnitude."""
+    levels = np.concatenate([-levels[::-1], levels]).astype(np.float32)
     ratios = np.linspace(0.75, 1.2, recipe.search) if recipe.search else np.ones(1)
 
     def run(x: np.ndarray) -> np.ndarray:
@@ -275,13 +275,14 @@ class Sample:
 def take_samples(model: Model, tokens: np.ndarray, n_threads: int) -> dict[int, Sample]:
     found: dict[int, Sample] = {}
 
-    def observe(kind: Rows, il: int, positions: np.ndarray, rows: np.ndarray) -> None:
-        if len(rows) > 1:
+    def observe(batch: Batch) -> None:
+        il = batch.layer
+        if len(batch.rows) > 1:
             if il not in found:
-                found[il] = Sample(layer_rope(context.handle, il), positions[SINKS:].copy(), {}, [])
-            found[il].rows[kind] = rows[SINKS:].copy()
-        elif kind == Rows.K:
-            found[il].starts.append(rows[0].copy())
+                found[il] = Sample(layer_rope(context.handle, il), batch.positions[SINKS:].copy(), {}, [])
+            found[il].rows[batch.kind] = batch.rows[SINKS:].copy()
+        elif batch.kind == Rows.K:
+            found[il].starts.append(batch.rows[0].copy())
 
     n = len(tokens)
     starts = tokens[:1] if model.bos is not None else tokens[:: n // 32]
@@ -388,11 +389,12 @@ class LayerFilter:
             x += self.recipe.shrink * x.mean(axis=1, keepdims=True)
         return (variance / columns) ** 0.25
 
-    def __call__(self, kind: Rows, positions: np.ndarray, rows: np.ndarray) -> None:
-        if kind == Rows.Q:
+    def __call__(self, batch: Batch) -> None:
+        if batch.kind == Rows.Q:
             return
+        positions, rows = batch.positions, batch.rows
         kept = rows[positions < self.recipe.first].copy()
-        rows[:] = self.keys(rows, positions) if kind == Rows.K else self.values(rows)
+        rows[:] = self.keys(rows, positions) if batch.kind == Rows.K else self.values(rows)
         rows[positions < self.recipe.first] = kept
 
     def keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -442,9 +444,7 @@ def output_matrices(path: Path) -> dict[int, np.ndarray]:
 def filtered_context(
     stack: ExitStack, model: Model, layers: dict[int, LayerFilter], n_ctx: int, threads: int
 ) -> Context:
-    check = stack.enter_context(
-        filtering(lambda kind, il, positions, rows: layers[il](kind, positions, rows) if il in layers else None)
-    )
+    check = stack.enter_context(filtering(lambda batch: layers[batch.layer](batch) if batch.layer in layers else None))
     ubatch = evaluation.rows_per_chunk(model.n_vocab)
     context = stack.enter_context(model.context("f16", n_ctx=n_ctx, n_ubatch=ubatch, n_threads=threads))
     stack.callback(check)
@@ -455,7 +455,7 @@ def run(args: argparse.Namespace) -> None:
     recipes = {text: Recipe.parse(text) for text in args.recipes}
     path = models.resolve_model(args.model)
     with Model(path) as model, ExitStack() as stack:
-        text = calibration_text() if args.calibration is None else texts.named_text(args.calibration)
+        text = default_text() if args.calibration is None else texts.named_text(args.calibration)
         tokens = model.tokenize(text[: 16 * max(r.tokens for r in recipes.values()) + 64], add_bos=True)
         samples = {n: take_samples(model, tokens[:n], args.threads) for n in {r.tokens for r in recipes.values()}}
         wo = output_matrices(path) if any(r.v_scale != "none" for r in recipes.values()) else {}

@@ -130,6 +130,13 @@ def _shared() -> argparse.ArgumentParser:
         default=os.cpu_count() or 1,
         help="CPU threads (default: all, %(default)s)",
     )
+    parser.add_argument(
+        "--calibration",
+        default="auto",
+        metavar="auto|on|off|FILE",
+        help="constants that condition the keys: auto for tq types (made once where the model has none), on for every "
+        "quantised type, off, or a file of `tq-ggml calibrate` (default: auto)",
+    )
     types = parser.add_argument_group(f"cache types ({names()})")
     types.add_argument("--cache-type", type=_type, metavar="TYPE", help="type of keys and values")
     types.add_argument("-ctk", "--cache-type-k", type=_type, metavar="TYPE", help="type of keys")
@@ -255,13 +262,60 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     shared, measuring = _shared(), _measuring()
+    calibrating = _calibrating()
     add("compare", "Memory, quality and speed of cache types side by side.", shared, measuring)
     add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, measuring)
     add("bench", "Prefill and decode tokens per second at depths.", shared, measuring)
     _add_chat(add("chat", "Talk to a model in the terminal, or line by line over a pipe.", shared))
+    _add_calibrate(add("calibrate", "Gather the constants that condition a model's keys.", calibrating))
+    _add_inspect(
+        add("inspect", "What a model's keys and values are like, and what cache types do to them.", calibrating)
+    )
+    _add_recommend(add("recommend", "Which cache type suits a model.", calibrating))
     _add_output(add("doctor", "What is loaded, and does it work."), ("md", "json"))
     _add_models(add("models", "Models that Python packages carry."))
     return parser
+
+
+def _calibrating() -> argparse.ArgumentParser:
+    """Options of the commands that run a calibration."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name that `tq-ggml models` lists")
+    parser.add_argument("-f", "--text", metavar="FILE", help="UTF-8 text, or a novel's title (default: a text of ours)")
+    parser.add_argument("--tokens", type=_whole(16), metavar="N", help="of the text (default: 512)")
+    parser.add_argument("-t", "--threads", type=_whole(1, 512), default=os.cpu_count() or 1, help="CPU threads")
+    return parser
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "-o", "--output", type=Path, metavar="GGUF", help="write a copy of the model with the constants"
+    )
+    target.add_argument(
+        "--side-file", type=Path, metavar="FILE", help="write the constants alone (default: cache folder)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run, say what would be written, write nothing")
+    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser, FORMATS)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result as png, svg or pdf")
+
+
+def _add_recommend(parser: argparse.ArgumentParser) -> None:
+    _add_output(parser, FORMATS)
+    parser.add_argument(
+        "--max-kld", type=_positive, metavar="NATS", help="KL divergence that is acceptable (default: 0.03)"
+    )
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 100:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 100")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

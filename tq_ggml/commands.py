@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tq_ggml import behaviour, benchmark, engine, report, texts
+from tq_ggml import behaviour, benchmark, calibration, engine, report, texts
 from tq_ggml.benchmark import Test
 from tq_ggml.cache_types import Pair, parse_pair
+from tq_ggml.calibration_commands import calibrate, inspect, recommend  # noqa: F401 - cli.py looks them up here
 from tq_ggml.chat import Chat
 from tq_ggml.chat import run as run_chat
 from tq_ggml.cli import (
@@ -84,7 +85,15 @@ def _opened(args: argparse.Namespace) -> engine.Model:
     path = resolve_model(args.model)
     if args.command != "bench":
         args.text = texts.demo_text() if args.text is None else texts.named_text(args.text)
-    return engine.Model(path)
+    model = engine.Model(path)
+    try:
+        model.calibration = calibration.choose(
+            args.calibration, model.info, [k for k, _ in args.types], n_threads=args.threads
+        )
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 def _types(args: argparse.Namespace) -> list[Pair]:
@@ -197,6 +206,7 @@ def chat(args: argparse.Namespace) -> None:
         cache_type=args.cache_type,
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
+        calibration=args.calibration,
         n_ctx=args.n_ctx or min(DEFAULT_CHAT_CTX, check_gguf(path).n_ctx_train),
         n_threads=args.threads,
         n_threads_batch=args.threads,

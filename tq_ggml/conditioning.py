@@ -67,6 +67,7 @@ class _Rows(ctypes.Structure):
         ("n_tokens", ctypes.c_int32),
         ("n_head", ctypes.c_int32),
         ("head_size", ctypes.c_int32),
+        ("logit_scale", ctypes.c_float),
         ("positions", ctypes.POINTER(ctypes.c_int32)),
         ("rows", ctypes.POINTER(ctypes.c_float)),
     ]
@@ -82,8 +83,26 @@ class _Layers(ctypes.Structure):
 
 _FILTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Rows))
 
-RowFilter = Callable[[Rows, int, np.ndarray, np.ndarray], None]
-"""``filter(kind, layer, positions, rows)``: int32 (n_tokens,) and float32 (n_tokens, n_head, head_size), in place."""
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one layer on their way into the cache (or, of queries, to attention).
+
+    Attributes:
+        kind, layer: what they are of.
+        logit_scale: what attention multiplies the product of query and key with.
+        positions: int32 (n_tokens,).
+        rows: float32 (n_tokens, n_head, head_size), with RoPE; a filter may change them in place.
+    """
+
+    kind: Rows
+    layer: int
+    logit_scale: float
+    positions: np.ndarray
+    rows: np.ndarray
+
+
+RowFilter = Callable[[Batch], None]
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,12 @@ class ConditionedLayers:
     scaled: int
     constant: int
     positional: int
+
+    def __str__(self) -> str:
+        total = sum(vars(self).values())
+        return (
+            f"keys conditioned in {total - self.plain} of {total} layers" if total > self.plain else "keys as they are"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,71 @@ class Rope:
         out[..., self.pairs[0]] = first * cosine + second * sine
         out[..., self.pairs[1]] = second * cosine - first * sine
         return out
+
+
+MEAN_BLOCK = 8
+"""Positions that share a mean (TQ_MEAN_BLOCK)."""
+
+_SCALE_FLOOR = 0.01
+
+
+class KeyTransform:
+    """What the engine does to one layer's keys and queries (tq_conditioning.cpp), in numpy.
+
+    Args:
+        moments: the layer's constants.
+        rope: how its keys turn.
+        block: positions that share a mean.
+        constant: the mean of an attention that does not add it back (any but ours over tq keys): that of the pairs which
+            turn less than a radian in ``block`` positions, the context.
+
+    Attributes:
+        scale: float64 (n_head_kv, head_size), positive, of geometric mean 1 in each head.
+    """
+
+    def __init__(self, moments: KeyMoments, rope: Rope, block: int = MEAN_BLOCK, *, constant: bool = False) -> None:
+        self.moments, self.rope, self.block, self.constant = moments, rope, block, constant
+        share = common_share(rope.angle, block)
+        if constant:
+            share[rope.angle * block > 1] = 0
+        self.mean = moments.mean.astype(np.float64)
+        self.mean[:, rope.pairs] *= share
+        self.scale = self._scale()
+
+    def _scale(self) -> np.ndarray:
+        left = self.moments.variance + self.moments.mean.astype(np.float64) ** 2 - self.mean**2
+        sides = [left, self.moments.query_energy.astype(np.float64)]
+        for side in sides:
+            floor = _SCALE_FLOOR * side.mean(axis=1, keepdims=True)
+            side[:, self.rope.pairs] = side[:, self.rope.pairs].mean(axis=1, keepdims=True)
+            side += floor
+        usable = (sides[0] > 0) & (sides[1] > 0)
+        scale = np.where(usable, sides[0] / np.where(usable, sides[1], 1), 1) ** 0.25
+        return scale / np.exp(np.log(scale).mean(axis=1, keepdims=True))
+
+    def mean_at(self, positions: np.ndarray) -> np.ndarray:
+        """What is taken out of keys at positions, int (n,): float64 (n, n_head_kv, head_size)."""
+        blocks = np.zeros_like(positions) if self.constant else positions // self.block
+        middle = blocks * self.block + (self.block - 1) / 2
+        mean = self.rope.turn_back(np.broadcast_to(self.mean, (len(positions), *self.mean.shape)), -middle)
+        if not self.constant:
+            mean[positions == 0] = self.moments.start
+        return mean
+
+    def condition(self, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Keys with RoPE, (n, n_head_kv, head_size), as they are stored: float32."""
+        return ((keys - self.mean_at(positions)) / self.scale).astype(np.float32)
+
+    def restore(self, stored: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The inverse of `condition`, float64."""
+        return stored * self.scale + self.mean_at(positions)
+
+
+def common_share(angle: np.ndarray, n: int) -> np.ndarray:
+    """Of a vector that turns by ``angle`` radians a position, the share that ``n`` positions have in common."""
+    half = np.sin(angle / 2)
+    still = np.abs(half) < 1e-12
+    return np.where(still, 1.0, np.sin(n * angle / 2) / np.where(still, 1.0, n * half))
 
 
 @contextmanager
@@ -170,7 +260,7 @@ def filtering(row_filter: RowFilter) -> Iterator[Callable[[], None]]:
         try:
             positions = np.ctypeslib.as_array(r.positions, shape=(r.n_tokens,))
             rows = np.ctypeslib.as_array(r.rows, shape=(r.n_tokens, r.n_head, r.head_size))
-            row_filter(Rows(r.kind), r.il, positions, rows)
+            row_filter(Batch(Rows(r.kind), r.il, r.logit_scale, positions, rows))
         except BaseException as failure:  # noqa: BLE001 - llama.cpp cannot carry it
             failures.append(failure)
 

@@ -10,15 +10,19 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tq_ggml.cache_types import CacheType, resolve
+from tq_ggml.conditioning import ConditionedLayers, conditioned, conditioned_layers
 from tq_ggml.errors import EngineError
 from tq_ggml.library import activate, engine_log, kv_cache_bytes, require_vocabulary, uninterrupted
 from tq_ggml.limits import check_cache
 from tq_ggml.models import check_gguf
+
+if TYPE_CHECKING:
+    from tq_ggml.calibration import Calibration
 
 
 class Model:
@@ -31,6 +35,7 @@ class Model:
         n_params, n_vocab, n_ctx_train: parameters, vocabulary entries, training context in tokens.
         bos: id of the token that starts a text, or None where the model adds none.
         head_size_k, head_size_v: values per head in a key and in a value.
+        calibration: constants for contexts that are made from now on (`tq_ggml.calibration.choose`); None at first.
 
     Raises:
         TqError: missing file, not a GGUF, truncated GGUF.
@@ -49,6 +54,7 @@ class Model:
             if not self._model:
                 raise EngineError(f"llama.cpp cannot load {self.path}{engine_log.reason()}")
             self._free = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
+        self.calibration: Calibration | None = None
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._vocab = vocab = llama_cpp.llama_model_get_vocab(self._model)
         text = ctypes.create_string_buffer(256)
@@ -60,6 +66,11 @@ class Model:
         self.bos: int | None = llama_cpp.llama_vocab_bos(vocab) if llama_cpp.llama_vocab_get_add_bos(vocab) else None
         self.head_size_k: int = self.info.head_size_k
         self.head_size_v: int = self.info.head_size_v
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether it can tokenize."""
+        return self._llama_cpp.llama_vocab_type(self._open_vocab()) != self._llama_cpp.LLAMA_VOCAB_TYPE_NONE
 
     def tokenize(self, text: str, add_bos: bool = False, special: bool = False) -> np.ndarray:
         """Token ids, int32 of shape (n,).
@@ -173,6 +184,7 @@ class Context:
         type_k, type_v: `CacheType` of keys and values.
         n_ctx, n_batch: tokens, as the engine rounded them.
         kv_bytes_k, kv_bytes_v: bytes of keys and values as the engine allocated them.
+        layers: how many of them condition their keys, and how.
     """
 
     def __init__(
@@ -198,7 +210,8 @@ class Context:
         params.type_k, params.type_v = type_k.ggml_id, type_v.ggml_id
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         engine_log.clear()
-        with uninterrupted():
+        constants = model.calibration and model.calibration.constants_for(type_k)
+        with uninterrupted(), conditioned(constants):
             self._ctx = llama_cpp.llama_init_from_model(model._model, params)
             if not self._ctx:
                 raise EngineError(f"llama.cpp cannot create a context of {n_ctx} tokens{engine_log.reason()}")
@@ -207,6 +220,7 @@ class Context:
         self.n_ctx: int = llama_cpp.llama_n_ctx(self._ctx)
         self.n_batch: int = llama_cpp.llama_n_batch(self._ctx)
         self.kv_bytes_k, self.kv_bytes_v = kv_cache_bytes(self._ctx)
+        self.layers: ConditionedLayers = conditioned_layers(self._ctx)
         if self.kv_bytes == 0:
             self.close()
             raise EngineError(f"{model.path.name} ({model.info.arch}) keeps no KV cache that tq-ggml can measure")

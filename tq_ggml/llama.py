@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 
 from tq_ggml.cache_types import CacheType, parse_pair, resolve
+from tq_ggml.calibration import choose
+from tq_ggml.conditioning import ConditionedLayers, conditioned, conditioned_layers
 from tq_ggml.errors import CacheTypeError, EngineError
 from tq_ggml.library import activate, engine_log, kv_cache_bytes, require_vocabulary, uninterrupted
 from tq_ggml.limits import check_cache, rounded
@@ -38,6 +40,9 @@ class Llama(llama_cpp.Llama):
         type_k, type_v: the parent's spelling of the same two, names allowed. Where nothing is given, the environment's
             ``LLAMA_ARG_CACHE_TYPE_K`` / ``_V`` decide, as in llama.cpp's own programs, then f16.
         flash_attn: switched on by default when values are quantised or a tq type is used.
+        calibration: where the constants that condition the keys come from. ``"auto"``: tq types take the model's own or
+            those of an earlier run, and where there are none they are made now, in a run over 512 tokens, and kept;
+            ``"on"``: so do q8_0, q4_0 and the other quantised types; ``"off"``; or a file of `tq-ggml calibrate`.
         n_ctx: tokens the cache holds, 0 for the model's training context; rounded up to 256, as llama.cpp does it.
         verbose: llama.cpp's log on stderr; False by default.
 
@@ -46,13 +51,14 @@ class Llama(llama_cpp.Llama):
     Attributes:
         cache_type_k, cache_type_v: `CacheType` of keys and values.
         kv_bytes_k, kv_bytes_v: bytes of keys and values as the engine allocated them.
+        conditioned_layers: how many layers condition their keys, and how.
         kv_bytes_f16: bytes that the same cache would take in f16.
 
     Raises:
         TypeError: an argument that neither this class nor its parent has.
         CacheTypeError: unknown type, contradictory arguments, a block that does not divide the head size, or quantised
             values with ``flash_attn=False``.
-        TqError: the file is missing, no GGUF, or truncated.
+        TqError: the file is missing, no GGUF, or truncated; so may be a calibration, which may also be another model's.
         EngineError: the cache is larger than the memory, or llama.cpp refuses (its own reason is quoted); any use after
             `close`.
     """
@@ -61,6 +67,7 @@ class Llama(llama_cpp.Llama):
     cache_type_v: CacheType
     kv_bytes_k: int
     kv_bytes_v: int
+    conditioned_layers: ConditionedLayers
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class Llama(llama_cpp.Llama):
         cache_type_v: Spec | None = None,
         type_k: Spec | None = None,
         type_v: Spec | None = None,
+        calibration: str | os.PathLike[str] = "auto",
         flash_attn: bool | None = None,
         n_ctx: int = 512,
         verbose: bool = False,
@@ -83,9 +91,11 @@ class Llama(llama_cpp.Llama):
         flash_attn = _flash_attention(flash_attn, self.cache_type_k, self.cache_type_v)
         info = check_gguf(model_path)
         check_cache(info, self.cache_type_k, self.cache_type_v, n_ctx, weights=info.size)
+        threads = kwargs.get("n_threads_batch") or kwargs.get("n_threads")
+        chosen = choose(calibration, info, [self.cache_type_k], n_threads=threads)
         engine_log.clear()
         try:
-            with uninterrupted():
+            with uninterrupted(), conditioned(chosen and chosen.constants_for(self.cache_type_k)):
                 super().__init__(
                     _utf8(info.path),
                     *args,
@@ -103,6 +113,7 @@ class Llama(llama_cpp.Llama):
                 raise  # the parent's own complaint about an argument
             raise EngineError(f"{exc}{engine_log.reason()}") from exc
         self.kv_bytes_k, self.kv_bytes_v = kv_cache_bytes(self.ctx)
+        self.conditioned_layers = conditioned_layers(self.ctx)
         if os.environ.get("TQ_GGML_QUIET") != "1":
             print(f"tq-ggml: {self.kv_summary()}", file=sys.stderr)
 
@@ -126,7 +137,7 @@ class Llama(llama_cpp.Llama):
             f"KV cache K ({self.cache_type_k}): {self.kv_bytes_k / _MIB:.2f} MiB, "
             f"V ({self.cache_type_v}): {self.kv_bytes_v / _MIB:.2f} MiB; "
             f"f16 would be {self.kv_bytes_f16 / _MIB:.2f} MiB ({self.kv_bytes_f16 / total:.2f}x); "
-            f"flash attention {'on' if flash else 'off'}"
+            f"flash attention {'on' if flash else 'off'}; {self.conditioned_layers}"
         )
 
     def close(self) -> None:

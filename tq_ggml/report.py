@@ -169,12 +169,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     Raises:
         TqError: see :func:`check_plot`, or the file cannot be written.
     """
-    check_plot(path)
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed to write a file
-    from matplotlib import pyplot
-
+    pyplot = _pyplot(path)
     panels = [column for column in compare_columns(rows) if column.spec and column.key not in ("ratio", "same_top")]
     panels = [column for column in panels if any(row.get(column.key) is not None for row in rows)]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(3 * len(panels), 1.2 + 0.4 * len(rows)), sharey=True)
@@ -183,6 +178,50 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         axis.set_title(column.header)
         axis.set_yticks(range(len(rows)), [_label(row) for row in rows])
     figure.axes[0].invert_yaxis()
+    _save(figure, path, title)
+
+
+def plot_layers(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw what `tq_ggml.inspection` finds, by layer: logit errors of each type, and what makes them.
+
+    Raises:
+        TqError: see :func:`check_plot`, or the file cannot be written.
+    """
+    pyplot = _pyplot(path)
+    figure, (errors, causes) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True)
+    layers = [row["layer"] for row in rows]
+    for index, name in enumerate(inspected_types(rows)):
+        plain = [row[f"logit_error_plain_{name}"] for row in rows]
+        conditioned = [row[f"logit_error_{name}"] for row in rows]
+        errors.plot(layers, plain, color=f"C{index}", linestyle=":", label=name)
+        if conditioned != plain:
+            errors.plot(layers, conditioned, color=f"C{index}", label=f"{name} conditioned")
+    errors.set(yscale="log", ylabel="logit error (standard deviation)")
+    causes.plot(layers, [row["key_peak"] for row in rows], label="largest key channel / average")
+    causes.plot(layers, [row["key_kurtosis"] for row in rows], label="key kurtosis after rotation")
+    causes.plot(layers, [100 * row["key_mean_share"] for row in rows], label="share of the key mean, %")
+    causes.set(yscale="log", xlabel="layer")
+    for axis in (errors, causes):
+        axis.legend(fontsize="small")
+    _save(figure, path, title)
+
+
+def inspected_types(rows: Sequence[Row]) -> list[str]:
+    """The cache types that inspection's rows have logit errors of."""
+    return [key.removeprefix("logit_error_plain_") for key in rows[0] if key.startswith("logit_error_plain_")]
+
+
+def _pyplot(path: Path) -> Any:
+    check_plot(path)
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed to write a file
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize="medium")
     figure.tight_layout()
     try:
@@ -190,7 +229,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     except OSError as error:
         raise TqError(f"--plot {path}: {error.strerror or error}") from None
     finally:
-        pyplot.close(figure)
+        _pyplot(path).close(figure)
 
 
 def _errors(rows: Sequence[Row], column: Column) -> list[float] | None:

@@ -108,35 +108,31 @@ static void filter_rows(ggml_tensor * dst, int ith, int, void * user) {
                            (int32_t) dst->ne[2],
                            (int32_t) dst->ne[1],
                            (int32_t) dst->ne[0],
+                           f.logit_scale,
                            (const int32_t *) dst->src[1]->data,
                            (float *) dst->data };
     f.conditioner->filter(f.conditioner->user, &rows);
 }
 
-static ggml_tensor * filtered(ggml_context * ctx, tq_conditioner & c, ggml_tensor * rows, ggml_tensor * pos, int kind,
-                              int il) {
-    return rows == nullptr ? nullptr : map_rows(ctx, rows, pos, filter_rows, 1, c.filtered(kind, il));
-}
-
 // ---- build_attn ----
 
 tq_cache_graph::tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv * inp, int il,
-                               bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v)
+                               float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v)
     : graph(graph), cache([inp] { return inp->mctx; }), owner(inp) {
-    build(il, takes_mean, q, k, v);
+    build(il, logit_scale, takes_mean, q, k, v);
 }
 
 tq_cache_graph::tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv_iswa * inp, int il,
-                               bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v)
+                               float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v)
     : graph(graph),
       cache(graph.hparams.is_swa(il) ? context_of([inp] { return inp->mctx->get_swa(); }) :
                                        context_of([inp] { return inp->mctx->get_base(); })),
       // One of each per graph: the address of the mask tells them apart.
       owner(graph.hparams.is_swa(il) ? (const void *) &inp->self_kq_mask_swa : (const void *) &inp->self_kq_mask) {
-    build(il, takes_mean, q, k, v);
+    build(il, logit_scale, takes_mean, q, k, v);
 }
 
-void tq_cache_graph::build(int il, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v) {
+void tq_cache_graph::build(int il, float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v) {
     if (graph.cparams.training) {
         return;  // attends the batch's own keys
     }
@@ -147,9 +143,13 @@ void tq_cache_graph::build(int il, bool takes_mean, ggml_tensor *& q, ggml_tenso
     }
     positions = positions_of(graph, owner, cache);
     if (conditioner.filter != nullptr) {
-        q = filtered(graph.ctx0, conditioner, q, positions->tokens, TQ_ROWS_Q, il);
-        k = filtered(graph.ctx0, conditioner, k, positions->tokens, TQ_ROWS_K, il);
-        v = filtered(graph.ctx0, conditioner, v, positions->tokens, TQ_ROWS_V, il);
+        const auto filtered = [&](ggml_tensor * rows, int kind) {
+            const auto * what = conditioner.filtered({ &conditioner, kind, il, logit_scale });
+            return rows == nullptr ? nullptr : map_rows(graph.ctx0, rows, positions->tokens, filter_rows, 1, what);
+        };
+        q = filtered(q, TQ_ROWS_Q);
+        k = filtered(k, TQ_ROWS_K);
+        v = filtered(v, TQ_ROWS_V);
     }
     if (found.mode == TQ_PLAIN) {
         return;

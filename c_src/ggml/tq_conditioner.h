@@ -65,6 +65,7 @@ class tq_conditioner;
 struct tq_filtered {
     const tq_conditioner * conditioner;
     int32_t                kind, il;
+    float                  logit_scale;
 };
 
 class tq_conditioner {
@@ -78,7 +79,7 @@ class tq_conditioner {
 
     const std::map<int, std::unique_ptr<tq_conditioned_layer>> & all() const { return layers; }
 
-    const tq_filtered * filtered(int32_t kind, int32_t il);
+    const tq_filtered * filtered(const tq_filtered & what);
 
     const tq_row_filter filter;
     void * const        user;

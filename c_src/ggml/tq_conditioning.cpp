@@ -330,8 +330,8 @@ const tq_conditioned_layer * tq_conditioner::find(int il) const {
     return found != layers.end() && found->second->mode != TQ_PLAIN ? found->second.get() : nullptr;
 }
 
-const tq_filtered * tq_conditioner::filtered(int32_t kind, int32_t il) {
-    return &(filters[{ kind, il }] = { this, kind, il });
+const tq_filtered * tq_conditioner::filtered(const tq_filtered & what) {
+    return &(filters[{ what.kind, what.il }] = what);
 }
 
 int tq_kv_conditioning(const llama_context * ctx, tq_conditioned_layers * layers) {

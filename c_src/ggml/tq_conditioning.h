@@ -49,6 +49,7 @@ typedef struct {
     int32_t         n_tokens;
     int32_t         n_head;
     int32_t         head_size;
+    float           logit_scale;  // of queries times keys
     const int32_t * positions;  // [n_tokens]
     float *         rows;       // [n_tokens][n_head][head_size]; keys and queries with RoPE
 } tq_rows;
