@@ -8,11 +8,11 @@ what the codec would give back. All recipes run side by side over the same text:
 
 Options and their defaults:
 
-    k, v         f16     codec of keys and of values: f16, q8_0, q4_0, tq4, tq3, trellis4, trellis3, noise:RELATIVE_SIZE
-    mean         8       key mean: none, const (what positions of the calibration share), slow (pairs that turn less than
-                         a radian in the context), or the number of positions that share a mean
-    scale        tied    key/query balance: none, tied (one scale per RoPE pair), free, matrix (d x d), slow_matrix (d x d
-                         over the slow pairs), norope (from moments before RoPE, pooled over the head's pairs)
+    k, v         f16     codec of keys and of values: f16, q8_0, q4_0, tq4, tq3, trellis4, trellis3, noise:SIZE
+    mean         8       key mean: none, const (what positions of the calibration share), slow (pairs that turn less
+                         than a radian in the context), or the number of positions that share a mean
+    scale        tied    key/query balance: none, tied (one scale per RoPE pair), free, matrix (d x d), slow_matrix
+                         (d x d over the slow pairs)
     shrink       0.01    of scale: share of the mean that every channel gets; of a matrix: weight of its diagonal
     rotation     32      size of the WHT; 0 for none; signs=0 leaves its signs out
     v_rotation   32
@@ -32,17 +32,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import gguf
 import numpy as np
 
 from tq_ggml import codebooks, evaluation, kernels, models, texts
-from tq_ggml.calibration import SINKS, default_text
+from tq_ggml.calibration import SINKS, STARTS, cut_tokens, default_text
 from tq_ggml.conditioning import Batch, Rope, Rows, filtering, layer_rope
 from tq_ggml.engine import Context, Model
 from tq_ggml.errors import TqError
@@ -72,6 +74,18 @@ class Recipe:
     search: int = 8
     fit: str = "ls"
 
+    ALLOWED: ClassVar[dict[str, str]] = {
+        "mean": r"none|const|slow|[1-9][0-9]{0,5}",
+        "scale": "none|tied|free|matrix|slow_matrix",
+        "rotation": "0|1|2|4|8|16|32|64|128|256",
+        "v_rotation": "0|1|2|4|8|16|32|64|128|256",
+        "v_scale": "none|wo",
+        "tokens": "[1-9][0-9]{1,4}",
+        "block": "8|16|32|64|128",
+        "search": "[0-9]{1,3}",
+        "fit": "ls|unbiased",
+    }
+
     @staticmethod
     def parse(text: str) -> Recipe:
         kinds = {f.name: type(f.default) for f in fields(Recipe)}
@@ -80,6 +94,8 @@ class Recipe:
             name, _, value = part.partition("=")
             if name not in kinds:
                 raise TqError(f"recipe {text!r}: no option {name!r}; there are {', '.join(kinds)}")
+            if not re.fullmatch(Recipe.ALLOWED.get(name, ".*"), value):
+                raise TqError(f"recipe {text!r}: {name}={value!r} does not match {Recipe.ALLOWED[name]}")
             try:
                 values[name] = kinds[name](value)
             except ValueError:
@@ -151,7 +167,7 @@ def scalar_codec(levels: np.ndarray, recipe: Recipe) -> Codec:
 
 
 class Trellis:
-    """A trellis code (arXiv 2406.11235): a value's level is chosen by its own bits and the last ones of the value before.
+    """A trellis code (arXiv 2406.11235): a value's own bits and the last ones of the value before choose its level.
 
     The window is six bits: at b bits a value it overlaps by 6 - b, so 2^(6-b) states choose among 2^b levels each.
     """
@@ -163,7 +179,7 @@ class Trellis:
         self.levels = self._train()
 
     def _train(self) -> np.ndarray:
-        """Levels (states, 2^bits): from Gaussian quantiles, each state every n-th, moved to the mean of what they code."""
+        """Levels (states, 2^bits): Gaussian quantiles, each state every n-th, moved to the mean of what they code."""
         n = 1 << self.WINDOW
         rng = np.random.default_rng(1)
         sample = rng.standard_normal((4096, 32)).astype(np.float32)
@@ -242,7 +258,7 @@ def codec_of(name: str, recipe: Recipe, rotation: int | None = None) -> Codec:
     plain = (recipe.signs, recipe.block, recipe.search, recipe.fit) == (1, 32, 8, "ls")
     if name == "f16":
         return lambda x: x
-    if name.startswith("noise:"):
+    if re.fullmatch(r"noise:[0-9]*\.?[0-9]+", name):
         return noise(float(name[6:]))
     if name in ("tq3", "tq4") and rotation == 32 and plain:
         return native(name)
@@ -255,12 +271,12 @@ def codec_of(name: str, recipe: Recipe, rotation: int | None = None) -> Codec:
     raise TqError(f"no codec {name!r}; there are f16, q8_0, q4_0, tq4, tq3, trellis4, trellis3 and noise:SIZE")
 
 
-# ---- what calibration keeps, whole -----------------------------------------------------------------------------------
+# ---- what calibration keeps, whole ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Sample:
-    """Rows of one layer over the calibration tokens, float32 (n_tokens, n_head, head_size); keys before RoPE as well."""
+    """Rows of one layer over the calibration tokens, float32 (n_tokens, n_head, head_size); `keys` is before RoPE."""
 
     rope: Rope
     positions: np.ndarray
@@ -285,7 +301,7 @@ def take_samples(model: Model, tokens: np.ndarray, n_threads: int) -> dict[int, 
             found[il].starts.append(batch.rows[0].copy())
 
     n = len(tokens)
-    starts = tokens[:1] if model.bos is not None else tokens[:: n // 32]
+    starts = tokens[:1] if model.bos is not None else tokens[:: -(-n // STARTS)]
     with (
         filtering(observe) as check,
         model.context("f16", n_ctx=n, n_batch=n, n_ubatch=n, n_threads=n_threads) as context,
@@ -298,7 +314,7 @@ def take_samples(model: Model, tokens: np.ndarray, n_threads: int) -> dict[int, 
     return found
 
 
-# ---- a layer's filter -------------------------------------------------------------------------------------------------
+# ---- a layer's filter ----------------------------------------------------------------------------------------------
 
 
 class LayerFilter:
@@ -427,7 +443,7 @@ def power(m: np.ndarray, exponent: float) -> np.ndarray:
     return vectors * np.maximum(values, 1e-9 * values.max()) ** exponent @ vectors.T
 
 
-# ---- the run ----------------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------------------------
 
 
 def output_matrices(path: Path) -> dict[int, np.ndarray]:
@@ -453,11 +469,13 @@ def filtered_context(
 
 def run(args: argparse.Namespace) -> None:
     recipes = {text: Recipe.parse(text) for text in args.recipes}
+    if args.ctx < 16 or args.windows < 1:
+        raise TqError("there are no tokens to score: --ctx is 16 or more, --windows 1 or more")
     path = models.resolve_model(args.model)
     with Model(path) as model, ExitStack() as stack:
         text = default_text() if args.calibration is None else texts.named_text(args.calibration)
-        tokens = model.tokenize(text[: 16 * max(r.tokens for r in recipes.values()) + 64], add_bos=True)
-        samples = {n: take_samples(model, tokens[:n], args.threads) for n in {r.tokens for r in recipes.values()}}
+        lengths = {recipe.tokens for recipe in recipes.values()}
+        samples = {n: take_samples(model, cut_tokens(model, text, n), args.threads) for n in lengths}
         wo = output_matrices(path) if any(r.v_scale != "none" for r in recipes.values()) else {}
         windows = evaluation.cut_windows(
             model.tokenize(texts.named_text(args.text), add_bos=True), args.ctx, args.windows, model.bos

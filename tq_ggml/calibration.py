@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ DEFAULT_TOKENS = 512
 DEFAULT_TEXT = "tq-ggml"
 DEFAULT_MAX_KLD = 0.03
 CHOICES = ("auto", "on", "off")
+_LAYER = re.compile(r"(layer\.([0-9]{1,4}))\.head_count_kv")
 _MOMENTS = {f.name: f"key_{f.name}" if f.name != "query_energy" else f.name for f in dataclasses.fields(KeyMoments)}
 
 
@@ -242,44 +244,50 @@ def parse(values: Mapping[str, Any], digest: str, info: GgufInfo, where: str | P
         CalibrationError: another version, another model, or arrays that do not fit it.
     """
     values = {key.removeprefix(metadata.PREFIX): value for key, value in values.items()}
-    version = values.get("version")
+
+    def read(key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        value = values.get(key, default)
+        if not isinstance(value, kind):
+            raise _damaged(where, f"{metadata.PREFIX}{ascii(key[:64])[1:-1]} is of a wrong type")
+        return value
+
+    version = read("version", int, 0)
     if version != VERSION:
         raise CalibrationError(
-            f"the calibration in {where} has version {version!r}, and this tq-ggml reads {VERSION}; "
+            f"the calibration in {where} has version {version}, and this tq-ggml reads {VERSION}; "
             "make it again with `tq-ggml calibrate`"
         )
-    if values.get("model_digest") != digest:
+    if read("model_digest", str, "") != digest:
         raise CalibrationError(
             f"the calibration in {where} belongs to another model than {info.path.name}; "
             "make one with `tq-ggml calibrate`"
         )
-    layers = {
-        int(key.split(".")[1]): _moments(values, key.rsplit(".", 1)[0], info, where)
-        for key in values
-        if key.startswith("layer.") and key.endswith(".head_count_kv") and key.split(".")[1].isdecimal()
-    }
+    found = [match for match in map(_LAYER.fullmatch, values) if match]
+    layers = {int(match[2]): _moments(values, match[1], info, where) for match in found}
     if not layers or max(layers) >= info.n_layer:
-        raise CalibrationError(f"the calibration in {where} is damaged: its layers are not those of {info.path.name}")
-    klds = {key.removeprefix("expected_kld."): float(v) for key, v in values.items() if key.startswith("expected_kld.")}
+        raise _damaged(where, f"its layers are not those of {info.path.name}")
+    klds = [key for key in values if key.startswith("expected_kld.")]
     return Calibration(
         digest=digest,
         layers=layers,
-        n_tokens=int(values.get("calibration.tokens", 0)),
-        text=str(values.get("calibration.text", "")),
-        expected_kld=klds,
-        recommended_type=str(values.get("recommended_type", "")),
+        n_tokens=read("calibration.tokens", int, 0),
+        text=read("calibration.text", str, ""),
+        expected_kld={key.removeprefix("expected_kld."): float(read(key, (int, float), 0)) for key in klds},
+        recommended_type=read("recommended_type", str, ""),
     )
+
+
+def _damaged(where: str | Path, why: str) -> CalibrationError:
+    return CalibrationError(f"the calibration in {where} is damaged: {why}; make it again with `tq-ggml calibrate`")
 
 
 def _moments(values: Mapping[str, Any], layer: str, info: GgufInfo, where: str | Path) -> KeyMoments:
     def refuse(why: str) -> CalibrationError:
-        return CalibrationError(
-            f"the calibration in {where} is damaged: {metadata.PREFIX}{layer} {why}; make it again with `tq-ggml calibrate`"
-        )
+        return _damaged(where, f"{metadata.PREFIX}{layer} {why}")
 
     n_head_kv = values[f"{layer}.head_count_kv"]
     if not isinstance(n_head_kv, int) or not 0 < n_head_kv <= info.n_head:
-        raise refuse(f"has {n_head_kv!r} KV heads")
+        raise refuse("has no number of KV heads that is the model's")
     arrays = {}
     for name, key in _MOMENTS.items():
         array = values.get(f"{layer}.{key}")
@@ -332,16 +340,17 @@ def choose(
     """The calibration that the user's ``calibration=`` means for a model and the key types it is to run with.
 
     Args:
-        spec: ``"auto"``: for tq types what the model's GGUF or the cache folder holds; where neither has one, it is made
-            now and kept in the cache folder. ``"on"``: the same for every quantised type. ``"off"``: none. Else a file
-            that `tq-ggml calibrate` has written.
+        spec: ``"auto"``: for tq types what the model's GGUF or the cache folder holds; where neither has one, it is
+            made now and kept in the cache folder. ``"on"``: the same for every quantised type. ``"off"``: none. Else a
+            file that `tq-ggml calibrate` has written.
 
     Returns:
-        None where no key is to be conditioned: ``"off"``, no type that takes it, or a model without a vocabulary.
+        None where no key is to be conditioned: ``"off"``, no type that takes it, or a model that cannot be calibrated;
+        a line on stderr then says why.
 
     Raises:
         CalibrationError: the file is damaged or of another model.
-        TqError: the file is missing, or calibration fails.
+        TqError: the file is missing, or llama.cpp does not load the model.
     """
     every_type = spec != "auto"
     types_k = [t for t in types_k if t.is_quantized and (every_type or t.name.startswith("tq"))]
@@ -383,11 +392,17 @@ def _make(digest: str, info: GgufInfo, n_threads: int | None) -> Calibration | N
         if not model.has_vocabulary:
             _note(f"{info.path.name} has no vocabulary to calibrate with: its keys are not conditioned")
             return None
-        _note(
-            f"calibrating {info.path.name} once, a run over {DEFAULT_TOKENS} tokens; the result is kept in {path.parent}"
-        )
-        made = calibrate(model, cut_tokens(model, default_text(), DEFAULT_TOKENS), n_threads=n_threads)
-    store(made, path)
+        _note(f"calibrating {info.path.name} once, a run over {DEFAULT_TOKENS} tokens, to be kept in {path.parent}")
+        # The user asked for a cache type: what only helps it must not be what stops it.
+        try:
+            made = calibrate(model, cut_tokens(model, default_text(), DEFAULT_TOKENS), n_threads=n_threads)
+        except TqError as problem:
+            _note(f"{problem}: its keys are not conditioned")
+            return None
+    try:
+        store(made, path)
+    except TqError as problem:
+        _note(f"{problem}, so it will be made again next time")
     return made
 
 

@@ -47,11 +47,13 @@ def calibrate(args: argparse.Namespace) -> None:
     """``tq-ggml calibrate``: the path of what was written is the last line on stdout."""
     path = resolve_model(args.model)
     target = args.output or args.side_file
-    if target and target.exists() and not (args.force or args.dry_run):
-        raise TqError(f"{target} exists; give another name, or --force to replace it")
+    if target and target.exists():
+        _check_replaceable(target, path, args.force or args.dry_run)
     with Model(path) as model:
         tokens = _tokens(args, model)
-        made = calibration.calibrate(model, tokens, text_name=args.text or DEFAULT_TEXT, n_threads=args.threads)
+        # Of a path the name alone: the file may be given away.
+        text_name = Path(args.text or DEFAULT_TEXT).name
+        made = calibration.calibrate(model, tokens, text_name=text_name, n_threads=args.threads)
     target = target or side_file(made.digest)
     _print_summary(made)
     if args.output:
@@ -59,6 +61,13 @@ def calibrate(args: argparse.Namespace) -> None:
     elif not args.dry_run:
         store(made, target)
     print(f"would write {target}" if args.dry_run else target)
+
+
+def _check_replaceable(target: Path, model: Path, allowed: bool) -> None:
+    if target.samefile(model):
+        raise TqError(f"{target} is the model itself, which is never changed in place; choose another name")
+    if not allowed:
+        raise TqError(f"{target} exists; give another name, or --force to replace it")
 
 
 def _print_summary(made: Calibration) -> None:

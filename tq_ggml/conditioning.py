@@ -1,4 +1,4 @@
-"""Key conditioning in the engine: the constants a KV cache is made with, and row filters (c_src/ggml/tq_conditioning.h).
+"""Key conditioning in the engine (c_src/ggml/tq_conditioning.h): the constants of a KV cache, and row filters.
 
 Keys are stored as ``(K - mean) / scale`` and queries attend as ``Q * scale``; docs/conditioning.md tells why.
 """
@@ -6,6 +6,7 @@ Keys are stored as ``(K - mean) / scale`` and queries attend as ``Q * scale``; d
 from __future__ import annotations
 
 import ctypes
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -142,8 +143,6 @@ class Rope:
 
     def turn_back(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Keys or queries, float (n_tokens, n_head, head_size), as they were before RoPE."""
-        if self.angle.size == 0:
-            return rows
         angle = positions[:, None].astype(np.float64) * self.angle
         cosine, sine = (f(angle).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
         first, second = (rows[..., channels] for channels in self.pairs)
@@ -166,8 +165,8 @@ class KeyTransform:
         moments: the layer's constants.
         rope: how its keys turn.
         block: positions that share a mean.
-        constant: the mean of an attention that does not add it back (any but ours over tq keys): that of the pairs which
-            turn less than a radian in ``block`` positions, the context.
+        constant: the mean of an attention that does not add it back (any but ours over tq keys): that of the pairs
+            which turn less than a radian in ``block`` positions, the context.
 
     Attributes:
         scale: float64 (n_head_kv, head_size), positive, of geometric mean 1 in each head.
@@ -223,8 +222,13 @@ def conditioned(moments: Mapping[int, KeyMoments] | None, *, mean_block: int = 0
     """Contexts that this thread makes inside the block get these constants, by layer; None for none.
 
     Args:
-        mean_block: positions that share a mean, a power of two; 0 for the engine's own.
+        mean_block: positions that share a mean: 1, 2, 4 or 8; 0 for the engine's own.
+
+    Raises:
+        EngineError: any other ``mean_block``, for which the engine has no room.
     """
+    if mean_block not in (0, 1, 2, 4, 8):
+        raise EngineError(f"mean_block is 1, 2, 4 or 8 positions, not {mean_block}")
     arrays = []  # alive until the engine has copied them
 
     def address(array: np.ndarray) -> int:
@@ -266,6 +270,7 @@ def filtering(row_filter: RowFilter) -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         if failures:
+            traceback.clear_frames(failures[0].__traceback__)  # rows there are freed memory: nobody must print them
             raise failures[0]
 
     use = _function("tq_use_row_filter", None, _FILTER, ctypes.c_void_p)

@@ -24,7 +24,7 @@ CONDITIONED = ("tq4", "tq3")
 """Those that are conditioned by themselves."""
 
 
-# ---- codecs, as the engine applies them --------------------------------------------------------------------------------
+# ---- codecs, as the engine applies them ----------------------------------------------------------------------------
 
 
 def decoded(rows: np.ndarray, cache_type: str, size: int) -> np.ndarray:
@@ -153,8 +153,8 @@ CANDIDATES = (("tq3", "tq3"), ("tq4", "tq3"), ("tq4", "tq4"), ("q8_0", "tq4"), (
 def predict(reports: list[LayerReport], type_k: str, type_v: str, *, conditioned: bool = True) -> float:
     """The KL divergence, in nats, that keys and values of these types should have against an f16 cache.
 
-    Small errors add up; a logit error of more than 1 no longer counts in full, since a softmax that is wrong anyway does
-    not get more so in proportion.
+    Small errors add up; a logit error of more than 1 no longer counts in full, since a softmax that is wrong anyway
+    does not get more so in proportion.
     """
     errors = [(r.logit_error if conditioned else r.logit_error_plain)[type_k] ** 2 for r in reports]
     keys = sum(error if error <= 1 else error**0.7 for error in errors)

@@ -172,7 +172,7 @@ void tq_cache_graph::attach(ggml_tensor * cur) const {
     if (positions->cells == nullptr) {
         positions->cells = new_positions(graph.ctx0, "tq_cell_positions", k->ne[1], k->ne[3]);
     }
-    tq_flash_attn_set_mean(cur, positions->cells, layer->table->turns, layer->mean_over_scale, layer->table->rope.n_rot,
+    tq_flash_attn_set_mean(cur, positions->cells, layer->table->turns, layer->mean_over_scale, layer->table->rope.n_rot, layer->table->n_fast,
                            layer->table->rope.is_neox, layer->table->block);
 }
 

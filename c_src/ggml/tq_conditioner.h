@@ -23,16 +23,23 @@ inline int tq_second_of_pair(const tq_rope & rope, int i) {
     return rope.is_neox ? i + rope.n_rot / 2 : 2 * i + 1;
 }
 
-// How far each pair has turned in the middle of each block of positions: n_rot / 2 cosines, then the sines.
+// How far each pair has turned at each block of positions: tq_key_mean's table.
 struct tq_block_table {
+    struct entry {
+        size_t cosine, sine;
+    };
+
     tq_block_table(const tq_rope & rope, int block, int n_positions);
-    const float * at(llama_pos position) const;
+    int   block_of(llama_pos position) const;
+    entry entry_of(int block, int pair) const;  // in turns
 
     tq_rope       rope;
-    int           block, n_blocks;
-    ggml_tensor * turns;  // [stride][n_blocks], stride as tq_key_mean has it
+    int           block, n_fast, n_blocks;
+    ggml_tensor * turns;
 
   private:
+    double window_middle(int block) const;
+
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
 };

@@ -86,24 +86,56 @@ static ggml_tensor * new_tensor(ggml_context * ctx, const char * name, int64_t n
     return ggml_set_name(ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n0, n1, n2), name);
 }
 
+// Pairs that turn less than half a radian in a window of blocks count as still in it. A block that is the whole context
+// has no window.
+static int count_fast(const tq_rope & rope, int block) {
+    int n = rope.n_rot / 2;
+    while (n > 0 && block <= TQ_MAX_MEAN_BLOCK && rope.angle[n - 1] * block * TQ_MEAN_WINDOW < 0.5f) {
+        n--;
+    }
+    return n;
+}
+
 tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions)
-    : rope(rope), block(block), n_blocks((n_positions + block - 1) / block + 1), ctx(context_for(1)) {
-    turns = new_tensor(ctx.get(), "tq_turns", GGML_PAD(rope.n_rot, TQ_MEAN_PAD), n_blocks);
+    : rope(rope), block(block), n_fast(count_fast(rope, block)), ctx(context_for(1)) {
+    const int n_used = (n_positions + block - 1) / block;
+    n_blocks         = GGML_PAD(n_used + 1, TQ_MEAN_WINDOW);  // the last one stays zero, of slow pairs its whole window
+    if (n_blocks - n_used <= TQ_MEAN_WINDOW) {
+        n_blocks += TQ_MEAN_WINDOW;
+    }
+    const int n_floats = 2 * n_fast * TQ_MEAN_WINDOW + GGML_PAD(rope.n_rot - 2 * n_fast, TQ_MEAN_PAD);
+    turns              = new_tensor(ctx.get(), "tq_turns", std::max(n_floats, 1), n_blocks / TQ_MEAN_WINDOW);
     buffer.reset(allocate(ctx.get()));
-    ggml_backend_buffer_clear(buffer.get(), 0);  // the last block, for all positions beyond, stays zero
-    for (int b = 0; b + 1 < n_blocks; b++) {
-        float * row = (float *) turns->data + (size_t) b * turns->ne[0];
+    ggml_backend_buffer_clear(buffer.get(), 0);
+    for (int b = 0; b < n_used; b++) {
         for (int i = 0; i < rope.n_rot / 2; i++) {
-            const double middle     = (double) rope.angle[i] * ((double) b * block + (block - 1) / 2.0);
-            row[i]                  = (float) std::cos(middle);
-            row[rope.n_rot / 2 + i] = (float) std::sin(middle);
+            const entry  e      = entry_of(b, i);
+            const double angle  = rope.angle[i];
+            const double middle = angle * (i < n_fast ? b * block + (block - 1) / 2.0 : window_middle(b));
+            ((float *) turns->data)[e.cosine] = (float) std::cos(middle);
+            ((float *) turns->data)[e.sine]   = (float) std::sin(middle);
         }
     }
 }
 
-const float * tq_block_table::at(llama_pos position) const {
-    const int b = position < 0 ? n_blocks - 1 : std::min(position / block, n_blocks - 1);
-    return (const float *) turns->data + (size_t) b * turns->ne[0];
+double tq_block_table::window_middle(int b) const {
+    const double n = (double) TQ_MEAN_WINDOW * block;
+    return b / TQ_MEAN_WINDOW * n + (n - 1) / 2.0;
+}
+
+// Where block b's cosine and sine of pair i are.
+tq_block_table::entry tq_block_table::entry_of(int b, int i) const {
+    const size_t window = (size_t) (b / TQ_MEAN_WINDOW) * turns->ne[0];
+    const size_t slow   = window + 2 * n_fast * TQ_MEAN_WINDOW;
+    if (i < n_fast) {
+        const size_t at = window + (size_t) i * TQ_MEAN_WINDOW + b % TQ_MEAN_WINDOW;
+        return { at, at + (size_t) n_fast * TQ_MEAN_WINDOW };
+    }
+    return { slow + i - n_fast, slow + i - n_fast + (rope.n_rot / 2 - n_fast) };
+}
+
+int tq_block_table::block_of(llama_pos position) const {
+    return position < 0 ? n_blocks - 1 : std::min(position / block, n_blocks - 1);
 }
 
 // ---- a layer ----
@@ -209,11 +241,14 @@ void tq_conditioned_layer::mean_at(int head, llama_pos position, float * mu) con
     }
     const tq_rope & rope = table->rope;
     const float *   m    = mean.data() + (size_t) head * head_size;
-    const float *   cosine = table->at(mode == TQ_CONSTANT ? 0 : position), *sine = cosine + rope.n_rot / 2;
+    const float *   turns = (const float *) table->turns->data;
+    const int       block = table->block_of(mode == TQ_CONSTANT ? 0 : position);
     for (int i = 0; i < rope.n_rot / 2; i++) {
-        const int a = tq_first_of_pair(rope, i), b = tq_second_of_pair(rope, i);
-        mu[a] = m[a] * cosine[i] - m[b] * sine[i];
-        mu[b] = m[b] * cosine[i] + m[a] * sine[i];
+        const int   a = tq_first_of_pair(rope, i), b = tq_second_of_pair(rope, i);
+        const auto  e = table->entry_of(block, i);
+        const float c = turns[e.cosine], s = turns[e.sine];
+        mu[a] = m[a] * c - m[b] * s;
+        mu[b] = m[b] * c + m[a] * s;
     }
     for (int i = rope.n_rot; i < head_size; i++) {
         mu[i] = m[i];
@@ -226,7 +261,10 @@ tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filte
     if (current_constants == nullptr) {
         return;
     }
-    mean_block = current_constants->mean_block > 0 ? current_constants->mean_block : TQ_MEAN_BLOCK;
+    for (mean_block = 1; mean_block < current_constants->mean_block && mean_block < TQ_MAX_MEAN_BLOCK;) {
+        mean_block *= 2;
+    }
+    mean_block = current_constants->mean_block > 0 ? mean_block : TQ_MEAN_BLOCK;
     for (int i = 0; i < current_constants->n_layers; i++) {
         const tq_layer_constants & c = current_constants->layers[i];
         const size_t               n = (size_t) c.n_head_kv * c.head_size;

@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     int32_t                    n_layers;
     const tq_layer_constants * layers;
-    int32_t                    mean_block;  // positions that share a mean, a power of two; 0: TQ_MEAN_BLOCK
+    int32_t                    mean_block;  // positions that share a mean, 1, 2, 4 or 8; 0: TQ_MEAN_BLOCK
 } tq_key_constants;
 
 #define TQ_MEAN_BLOCK 8

@@ -92,8 +92,9 @@ static tq_key_mean key_mean_of(const struct ggml_tensor * op) {
     tq_key_mean                m     = { 0 };
     if (turns != NULL) {
         m.table    = turns->data;
-        m.n_blocks = (int) turns->ne[1];
+        m.n_blocks = (int) turns->ne[1] * TQ_MEAN_WINDOW;
         m.n_rot    = op->op_params[TQ_PARAM_N_ROT];
+        m.n_fast   = op->op_params[TQ_PARAM_N_FAST];
         m.is_neox  = op->op_params[TQ_PARAM_IS_NEOX] != 0;
         while (1 << m.block_log2 < op->op_params[TQ_PARAM_MEAN_BLOCK]) {
             m.block_log2++;

@@ -39,19 +39,20 @@ static inline int tq_cache_type_of(enum ggml_type type) {
 
 // The mean that was taken out of the keys of an attention, as further sources of the operator (ggml uses five):
 //   cells  I32 [n_kv][n_stream]            the position of each key
-//   turns  F32 [stride][n_blocks]          tq_block_table
+//   turns  F32 [window][n_windows]         tq_block_table
 //   mean   F32 [head_size][n_head_kv][2]   over the scale that the queries carry; then that of position 0 alone
 // and as the last of its parameters the shape of the RoPE.
 enum { TQ_SRC_CELLS = 5, TQ_SRC_TURNS = 6, TQ_SRC_MEAN = 7 };
-enum { TQ_PARAM_N_ROT = 12, TQ_PARAM_IS_NEOX = 13, TQ_PARAM_MEAN_BLOCK = 14 };
+enum { TQ_PARAM_N_ROT = 12, TQ_PARAM_N_FAST = 13, TQ_PARAM_IS_NEOX = 14, TQ_PARAM_MEAN_BLOCK = 15 };
 
 static inline void tq_flash_attn_set_mean(struct ggml_tensor * op, struct ggml_tensor * cells,
                                           struct ggml_tensor * turns, struct ggml_tensor * mean, int n_rot,
-                                          int is_neox, int block) {
+                                          int n_fast, int is_neox, int block) {
     op->src[TQ_SRC_CELLS]              = cells;
     op->src[TQ_SRC_TURNS]              = turns;
     op->src[TQ_SRC_MEAN]               = mean;
     op->op_params[TQ_PARAM_N_ROT]      = n_rot;
+    op->op_params[TQ_PARAM_N_FAST]     = n_fast;
     op->op_params[TQ_PARAM_IS_NEOX]    = is_neox;
     op->op_params[TQ_PARAM_MEAN_BLOCK] = block;
 }

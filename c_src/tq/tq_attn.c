@@ -149,68 +149,128 @@ INLINE void int8_logits(const tq_attn * a, const tq_attn_rows * rows, int first,
 
 // ---- logits: query . mean of the keys' positions ----
 
-#define START (-1)  // the block of position 0
+#define START (-1)  // the window of position 0, which has a mean of its own
 
-// Keys next to each other in the cache that share a block of positions: mostly whole blocks.
+// Keys of a tile at positions that follow each other in one window: in most caches the whole tile. Where cells are in
+// another order, each key is one.
 typedef struct {
-    int n;
-    int end[TQ_TILE];
-    int block[TQ_TILE];
-} mean_runs;
+    int first, end;  // keys
+    int window;
+    int offset;  // of the first position in the window
+    int left;    // positions of the window that follow it
+} stretch;
 
-INLINE int block_of(const tq_key_mean * m, int32_t position) {
+typedef struct {
+    int     n;
+    stretch at[TQ_TILE];
+} stretches;
+
+INLINE stretch stretch_at(const tq_key_mean * m, int32_t position, int key) {
     const int last  = m->n_blocks - 1;
     const int block = position >> m->block_log2;
-    return position == 0 ? START : block < 0 || block > last ? last : block;
+    if (position == 0) {
+        return (stretch) { key, key + 1, START, 0, 0 };
+    }
+    if (block < 0 || block >= last) {
+        return (stretch) { key, key + 1, last / TQ_MEAN_WINDOW, (last % TQ_MEAN_WINDOW) << m->block_log2, 0 };
+    }
+    const int window = block / TQ_MEAN_WINDOW;
+    const int end    = (window + 1) * TQ_MEAN_WINDOW < last ? (window + 1) * TQ_MEAN_WINDOW : last;
+    return (stretch) { key, key + 1, window, position - ((window * TQ_MEAN_WINDOW) << m->block_log2),
+                       (end << m->block_log2) - position - 1 };
 }
 
-INLINE void find_runs(const tq_key_mean * m, const int32_t * positions, int n_keys, mean_runs * runs) {
-    runs->n = 0;
-    for (int k = 0; k < n_keys; k++) {
-        const int block = block_of(m, positions[k]);
-        if (runs->n == 0 || runs->block[runs->n - 1] != block) {
-            runs->block[runs->n++] = block;
+INLINE vi count_lanes(void) {
+    vi lane;
+    for (int i = 0; i < LANES; i++) {
+        lane[i] = i;
+    }
+    return lane;
+}
+
+// Of a whole tile; the last one of a cache may be cut short, and is taken key by key.
+INLINE bool are_consecutive(const int32_t * positions, int n_keys) {
+    vi other = splat_i32(0);
+    for (int k = 0; k < TQ_TILE && n_keys == TQ_TILE; k += LANES) {
+        other |= (load_i32(positions + k) - splat_i32(positions[0] + k)) ^ count_lanes();
+    }
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) {
+        any |= other[i];
+    }
+    return n_keys == TQ_TILE && any == 0;
+}
+
+INLINE void find_stretches(const tq_key_mean * m, const int32_t * positions, int n_keys, stretches * found) {
+    const bool consecutive = are_consecutive(positions, n_keys);
+    found->n               = 0;
+    for (int k = 0; k < n_keys; k = found->at[found->n++].end) {
+        stretch s = stretch_at(m, positions[k], k);
+        if (consecutive) {
+            s.end += s.left < n_keys - s.end ? s.left : n_keys - s.end;
         }
-        runs->end[runs->n - 1] = k + 1;
+        found->at[found->n] = s;
     }
 }
 
-// query . mean of a block, for each row.
-INLINE void mean_of_block(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, int block, float * y) {
-    const int     stride    = (int) tq_mean_stride(&a->key_mean);
-    const float * turned    = rows->mean_turned + first * stride;
-    const float * turns     = a->key_mean.table + (size_t) block * (size_t) stride;
-    vf            sum[STEP] = { 0 };
-    for (int i = 0; i < stride; i += LANES) {
-        const vf t = load(turns + i);
-        FOR_ROWS(r) {
-            sum[r] += load(turned + r * stride + i) * t;
-        }
-    }
+// The positions of the largest block.
+typedef float span __attribute__((vector_size(4 * TQ_MAX_MEAN_BLOCK), aligned(4), may_alias));
+
+// query . mean at all positions of a window: one tile after the other needs them.
+INLINE void mean_of_window(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, int window) {
+    const int     n_fast = 2 * a->key_mean.n_fast, n_slow = tq_mean_slow(&a->key_mean);
+    const int     block  = 1 << a->key_mean.block_log2;
+    const int     stride = n_fast + n_slow;
+    const float * turned = rows->mean_turned + first * stride;
+    const float * fast   = a->key_mean.table + (size_t) window * (size_t) (n_fast * TQ_MEAN_WINDOW + n_slow);
+    const float * slow   = fast + n_fast * TQ_MEAN_WINDOW;
+    vf            still[STEP];
     FOR_ROWS(r) {
-        y[r] = sum_lanes(sum[r]) + rows->mean_fixed[first + r];
+        vf sum = splat(0.0f);
+        for (int i = 0; i < n_slow; i += LANES) {
+            sum += load(turned + r * stride + n_fast + i) * load(slow + i);
+        }
+        still[r] = splat(sum_lanes(sum) + rows->mean_fixed[first + r]);
     }
-}
-
-INLINE void add_mean_logits(const tq_attn * a, const tq_attn_rows * rows, int first, int n_rows, const mean_runs * runs,
-                            float (*x)[TQ_TILE]) {
-    float term[STEP][TQ_TILE + LANES];
-    float y[STEP];
-    for (int run = 0, k = 0; run < runs->n; k = runs->end[run++]) {
-        if (runs->block[run] == START) {
-            memcpy(y, rows->mean_start + first, (size_t) n_rows * sizeof(float));
-        } else {
-            mean_of_block(a, rows, first, n_rows, runs->block[run], y);
+    for (int j = 0; j < TQ_MEAN_WINDOW; j += LANES) {
+        vf sum[STEP];
+        FOR_ROWS(r) {
+            sum[r] = still[r];
+        }
+        for (int i = 0; i < n_fast; i++) {
+            const vf t = load(fast + i * TQ_MEAN_WINDOW + j);
+            FOR_ROWS(r) {
+                sum[r] += turned[r * stride + i] * t;
+            }
         }
         FOR_ROWS(r) {
-            for (int i = k; i < runs->end[run]; i += LANES) {
-                store(term[r] + i, splat(y[r]));  // what lies beyond the run, the next ones overwrite
+            for (int b = 0; b < LANES; b++) {  // where a block is shorter, the next one overwrites the rest
+                *(span *) (rows->mean_term[first + r] + (j + b) * block) = sum[r][b] - (span) { 0 };
             }
         }
     }
-    FOR_ROWS(r) {
-        for (int k = 0; k < runs->end[runs->n - 1]; k += LANES) {
-            store(x[r] + k, load(x[r] + k) + load(term[r] + k));
+    rows->mean_window[first] = window;
+}
+
+// x has room for a vector past the last row's keys.
+INLINE void add_mean_logits(const tq_attn * a, tq_attn_rows * rows, int first, int n_rows, const stretches * found,
+                            float (*x)[TQ_TILE]) {
+    for (const stretch * s = found->at; s < found->at + found->n; s++) {
+        if (s->window == START) {
+            FOR_ROWS(r) {
+                x[r][s->first] += rows->mean_start[first + r];
+            }
+            continue;
+        }
+        if (s->window != rows->mean_window[first]) {
+            mean_of_window(a, rows, first, n_rows, s->window);
+        }
+        for (int k = s->first; k < s->end; k += LANES) {
+            const vi inside = count_lanes() < s->end - k;
+            FOR_ROWS(r) {
+                const vf term = load(rows->mean_term[first + r] + s->offset + (k - s->first));
+                store(x[r] + k, load(x[r] + k) + choose(inside, term, splat(0.0f)));
+            }
         }
     }
 }
@@ -392,12 +452,12 @@ INLINE void add_values(const tile * t, tq_attn_rows * rows, int first, int n_row
     }
 }
 
-INLINE void attend_rows(const tile * t, tq_attn_rows * rows, const mean_runs * runs, int first, int n_rows) {
-    TQ_ALIGNED float x[STEP][TQ_TILE];
+INLINE void attend_rows(const tile * t, tq_attn_rows * rows, const stretches * found, int first, int n_rows) {
+    TQ_ALIGNED float x[STEP + 1][TQ_TILE];
     float            factor[STEP];
     logits(t, rows, first, n_rows, x);
-    if (runs->n > 0) {
-        add_mean_logits(t->attn, rows, first, n_rows, runs, x);
+    if (found->n > 0) {
+        add_mean_logits(t->attn, rows, first, n_rows, found, x);
     }
     FOR_ROWS(r) {
         factor[r] = softmax_row(t->attn, rows, first + r, t->n_keys, x[r]);
@@ -408,26 +468,26 @@ INLINE void attend_rows(const tile * t, tq_attn_rows * rows, const mean_runs * r
 // The number of rows must be known to the compiler, for the accumulators to live in registers.
 void FN(tq_attn_tile)(const tq_attn * a, tq_attn_rows * rows, const char * keys, const char * values, int n_keys) {
     const tile t = { a, keys, values, n_keys };
-    mean_runs  runs;
-    runs.n = 0;
+    stretches  found;
+    found.n = 0;
     if (a->key_mean.table != NULL) {
-        find_runs(&a->key_mean, rows->positions, n_keys, &runs);
+        find_stretches(&a->key_mean, rows->positions, n_keys, &found);
     }
     decode_keys(&t, rows);
     decode_values(&t, rows);
     int r = 0;
     for (; r + STEP <= rows->n; r += STEP) {
-        attend_rows(&t, rows, &runs, r, STEP);
+        attend_rows(&t, rows, &found, r, STEP);
     }
     switch (rows->n - r) {
         case 3:
-            attend_rows(&t, rows, &runs, r, 3);
+            attend_rows(&t, rows, &found, r, 3);
             break;
         case 2:
-            attend_rows(&t, rows, &runs, r, 2);
+            attend_rows(&t, rows, &found, r, 2);
             break;
         case 1:
-            attend_rows(&t, rows, &runs, r, 1);
+            attend_rows(&t, rows, &found, r, 1);
             break;
         default:
             break;

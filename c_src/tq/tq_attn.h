@@ -28,19 +28,25 @@ typedef enum {
     TQ_CACHE_COUNT
 } tq_cache_type;
 
+#define TQ_MEAN_WINDOW    16  // blocks of positions whose terms are computed together
+#define TQ_MEAN_PAD       16
+#define TQ_MAX_MEAN_BLOCK 8   // positions of a block
+#define TQ_MEAN_SPAN      (TQ_MEAN_WINDOW * TQ_MAX_MEAN_BLOCK)
+
 // A mean that was taken out of the keys and comes back as a term of the logits. It turns with the position as RoPE turns
-// keys, block by block: table[block] has the cosines and sines of n_rot / 2 pairs, and zeros up to its stride.
+// keys, block by block; pairs that hardly turn, window by window. The table has for each window
+//   [2 n_fast][TQ_MEAN_WINDOW]    of each block the cosines of the fast pairs, then the sines
+//   [n_rot - 2 n_fast]            cosines and sines of the others; zeros up to a multiple of TQ_MEAN_PAD
 typedef struct {
-    const float * table;       // [n_blocks][GGML_PAD(n_rot, TQ_MEAN_PAD)]; NULL: no mean was taken out
+    const float * table;       // NULL: no mean was taken out
     const float * mean;        // [head_k], of the KV head that is attended
     const float * start;       // the same for position 0 alone
     int           n_rot;       // channels that turn; the others' mean is the same for all keys
+    int           n_fast;      // pairs, from the first on, that turn with the block
     bool          is_neox;     // pairs are (i, i + n_rot / 2), else (2 i, 2 i + 1)
-    int           block_log2;  // positions of a block
-    int           n_blocks;    // the last one is for all positions beyond, and negative ones
+    int           block_log2;  // positions of a block, at most TQ_MAX_MEAN_BLOCK
+    int           n_blocks;    // whole windows; the last block is for all positions beyond, and negative ones
 } tq_key_mean;
-
-#define TQ_MEAN_PAD 16
 
 typedef struct {
     tq_cache_type type_k, type_v;
@@ -65,7 +71,9 @@ typedef struct {
     const int32_t *    positions;                         // of the tile's keys; read where there is a key_mean
     float              mean_start[TQ_MAX_ROWS];           // query . mean at position 0
     float              mean_fixed[TQ_MAX_ROWS];           // query . mean over the channels that do not turn
-    TQ_ALIGNED float   mean_turned[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][stride]: what a row of the table is multiplied with
+    float              mean_turned[TQ_MAX_ROWS * (TQ_MAX_HEAD + TQ_MEAN_PAD)];  // [n]: what the table is multiplied with
+    TQ_ALIGNED float   mean_term[TQ_MAX_ROWS][TQ_MEAN_SPAN + 16];  // query . mean at the positions, read past the end, of
+    int                mean_window[TQ_MAX_ROWS];                   // this window; -1 for none
     TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][head_k]
     tq_query_block     query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];             // [n][head_k / 32]
     int16_t            query_i16[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK][TQ_BLOCK];  // the same; of each four 0, 2, 1, 3

@@ -297,13 +297,14 @@ static float product(const float * x, const float * y, int first, int end) {
 
 // query . (mean turned by an angle) is, for each pair, cos * (qa ma + qb mb) + sin * (qb ma - qa mb).
 static void turn_query(const tq_key_mean * m, int head_k, const float * query, float * turned, float * fixed) {
-    const int half = m->n_rot / 2;
-    memset(turned, 0, tq_mean_stride(m) * sizeof(float));
+    const int half = m->n_rot / 2, n_fast = m->n_fast, n_slow = half - n_fast;
+    memset(turned, 0, (size_t) (2 * n_fast + tq_mean_slow(m)) * sizeof(float));
     for (int i = 0; i < half; i++) {
         const int a = m->is_neox ? i : 2 * i;
         const int b = m->is_neox ? i + half : 2 * i + 1;
-        turned[i]        = query[a] * m->mean[a] + query[b] * m->mean[b];
-        turned[half + i] = query[b] * m->mean[a] - query[a] * m->mean[b];
+        float *   to     = i < n_fast ? turned + i : turned + n_fast + i;
+        to[0]                           = query[a] * m->mean[a] + query[b] * m->mean[b];
+        to[i < n_fast ? n_fast : n_slow] = query[b] * m->mean[a] - query[a] * m->mean[b];
     }
     *fixed = product(query, m->mean, m->n_rot, head_k);
 }
@@ -328,8 +329,9 @@ void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query
         rows->query[row * a->head_k + i] = rotates ? block->d * (float) block->qs[i % TQ_BLOCK] : query[i];
     }
     if (a->key_mean.table != NULL) {
-        float * turned = rows->mean_turned + (size_t) row * tq_mean_stride(&a->key_mean);
+        float * turned = rows->mean_turned + row * (2 * a->key_mean.n_fast + tq_mean_slow(&a->key_mean));
         turn_query(&a->key_mean, a->head_k, query, turned, &rows->mean_fixed[row]);
+        rows->mean_window[row] = -1;
         rows->mean_start[row] = product(query, a->key_mean.start, 0, a->head_k);
     }
     rows->max[row]   = -INFINITY;

@@ -79,9 +79,9 @@ TQ_DECLARE_KERNELS(dotprod);
 TQ_DECLARE_DECODERS(ref);
 TQ_DECLARE_DECODERS(neon);
 
-// Floats from one block of a mean's table to the next.
-static inline size_t tq_mean_stride(const tq_key_mean * m) {
-    return (size_t) (m->n_rot + TQ_MEAN_PAD - 1) / TQ_MEAN_PAD * TQ_MEAN_PAD;
+// Channels of the pairs that turn window by window, with their padding.
+static inline int tq_mean_slow(const tq_key_mean * m) {
+    return (m->n_rot - 2 * m->n_fast + TQ_MEAN_PAD - 1) / TQ_MEAN_PAD * TQ_MEAN_PAD;
 }
 
 static inline uint32_t tq_float_bits(float x) {
