@@ -315,9 +315,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "-m", "--model", default="smollm2", help="GGUF file or name; a llama (default: %(default)s)"
-    )
+    parser.add_argument("-m", "--model", default="smollm2", help="GGUF file or name; a llama (default: %(default)s)")
     parser.add_argument("-f", "--text", default="Persuasion", help="a file, or a novel's title (default: %(default)s)")
     parser.add_argument("-c", "--ctx", type=int, default=1024, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="how many (default: %(default)s)")
@@ -330,6 +328,9 @@ def main() -> int:
         run(args)
     except TqError as error:
         print(f"compare_mnn: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"compare_mnn: error: cannot write in {FOLDER}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from tq_ggml.cache_types import parse_pair
+from tq_ggml.cache_types import parse_pair, resolve
+from tq_ggml.calibration import choose
 from tq_ggml.engine import Context, Model
 from tq_ggml.evaluation import log_softmax
 
@@ -49,6 +50,17 @@ def model(smollm2_path):
 @pytest.fixture(scope="module")
 def f16(model):
     return next_token(model, "f16")
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "limit"), [("tq4", 0.012), ("tq3", 0.1), ("tq4/q5_0", 0.1), ("q4_0", 0.03), ("q8_0/tq4", 0.02)]
+)
+def test_conditioned_keys_are_shifted(smollm2_path, f16, cache_type, limit):
+    """tq4/q5_0 is not attended by us, so its keys and those of q4_0 have only a constant mean taken out."""
+    with Model(smollm2_path) as model:
+        model.calibration = choose("on", model.info, [resolve("tq4")])
+        divergence = np.exp(f16) @ (f16 - next_token(model, cache_type))
+    assert 0 < divergence < limit
 
 
 @pytest.mark.parametrize(("cache_type", "limit"), [("q8_0", 0.02), ("tq4", 0.2), ("tq3", 0.6), ("q8_0/tq4", 0.1)])

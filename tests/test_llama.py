@@ -82,9 +82,9 @@ def test_is_a_llama_and_generates(load):
     llama = load(cache_type="tq4", n_ctx=512)
     assert isinstance(llama, activate().Llama)
     answer = llama.create_chat_completion(
-        [{"role": "user", "content": "What is the capital of France?"}], max_tokens=24, temperature=0
+        [{"role": "user", "content": "Write one sentence about the sea."}], max_tokens=24, temperature=0
     )
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert "sea" in answer["choices"][0]["message"]["content"]
     again = llama("Once upon a time", max_tokens=16, temperature=0)["choices"][0]["text"]
     assert len(again.split()) >= 8
 
@@ -96,7 +96,8 @@ def test_sizes_and_their_line(load, capfd):
     assert llama.kv_bytes_v == values * 18 // 32
     assert llama.kv_bytes_f16 == 2 * 2 * values
     assert capfd.readouterr().err == (
-        "tq-ggml: KV cache K (q8_0): 5.98 MiB, V (tq4): 3.16 MiB; f16 would be 22.50 MiB (2.46x); flash attention on\n"
+        "tq-ggml: KV cache K (q8_0): 5.98 MiB, V (tq4): 3.16 MiB; f16 would be 22.50 MiB (2.46x); flash attention on; "
+        "keys as they are\n"
     )
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -230,6 +231,7 @@ class Calibration:
         for il, moments in self.layers.items():
             values[f"layer.{il}.head_count_kv"] = np.uint32(len(moments.mean))
             values |= {f"layer.{il}.{key}": getattr(moments, name).ravel() for name, key in _MOMENTS.items()}
+        values["checksum"] = _checksum(values)
         return {metadata.PREFIX + key: value for key, value in values.items()}
 
 
@@ -267,7 +269,7 @@ def parse(values: Mapping[str, Any], digest: str, info: GgufInfo, where: str | P
     if not layers or max(layers) >= info.n_layer:
         raise _damaged(where, f"its layers are not those of {info.path.name}")
     klds = [key for key in values if key.startswith("expected_kld.")]
-    return Calibration(
+    parsed = Calibration(
         digest=digest,
         layers=layers,
         n_tokens=read("calibration.tokens", int, 0),
@@ -275,6 +277,17 @@ def parse(values: Mapping[str, Any], digest: str, info: GgufInfo, where: str | P
         expected_kld={key.removeprefix("expected_kld."): float(read(key, (int, float), 0)) for key in klds},
         recommended_type=read("recommended_type", str, ""),
     )
+    if read("checksum", str, "") != _checksum(values):
+        raise _damaged(where, "its arrays are not those that were written")
+    return parsed
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    """Hex SHA-256 over the arrays: a changed bit in one of them is a finite number and would go unseen."""
+    out = hashlib.sha256()
+    for key in sorted(key for key, value in values.items() if isinstance(value, np.ndarray)):
+        out.update(key.encode() + values[key].tobytes())
+    return out.hexdigest()
 
 
 def _damaged(where: str | Path, why: str) -> CalibrationError:
@@ -285,8 +298,10 @@ def _moments(values: Mapping[str, Any], layer: str, info: GgufInfo, where: str |
     def refuse(why: str) -> CalibrationError:
         return _damaged(where, f"{metadata.PREFIX}{layer} {why}")
 
-    n_head_kv = values[f"{layer}.head_count_kv"]
-    if not isinstance(n_head_kv, int) or not 0 < n_head_kv <= info.n_head:
+    n_head_kv, expected = values[f"{layer}.head_count_kv"], info.n_head_kv
+    if isinstance(expected, tuple):
+        expected = expected[min(int(layer.split(".")[1]), len(expected) - 1)]
+    if n_head_kv != expected:
         raise refuse("has no number of KV heads that is the model's")
     arrays = {}
     for name, key in _MOMENTS.items():
@@ -362,10 +377,19 @@ def choose(
     if spec not in CHOICES:
         found = parse(_read(Path(spec)), digest, info, spec)
     elif own:
-        found = parse(own, digest, info, info.path)
+        found = _own(own, digest, info)
     else:
         found = _cached(digest, info) or _make(digest, info, n_threads)
     return found and dataclasses.replace(found, every_type=every_type)
+
+
+def _own(values: Mapping[str, Any], digest: str, info: GgufInfo) -> Calibration:
+    try:
+        return parse(values, digest, info, info.path)
+    except CalibrationError as problem:
+        raise CalibrationError(
+            f"{problem} --side-file FILE and pass --calibration FILE, or --calibration off"
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def compare(args: argparse.Namespace) -> None:
         # Whatever can be wrong with the request is found before minutes are spent on half of it.
         windows, tests = _windows(args, model), _tests(args, model)
         passkeys, questions = _passkeys(args, model), _questions(args, model)
+        _calibrate(args, model)
         quality = _quality_rows(args, model, windows)
         speed = _speed_rows(args, model, tests)
         # Both measure a cache size; the one of the scored windows (--ctx) counts.
@@ -58,7 +59,9 @@ def perplexity(args: argparse.Namespace) -> None:
         args, {"depth": None, "n_prompt": None, "n_gen": DEFAULT_GEN, "repetitions": DEFAULT_ROUNDS} | _BEHAVIOUR
     )
     with _opened(args) as model:
-        rows = _quality_rows(args, model, _windows(args, model))
+        windows = _windows(args, model)
+        _calibrate(args, model)
+        rows = _quality_rows(args, model, windows)
         _print(args, model, rows, rows, report.PERPLEXITY)
 
 
@@ -66,7 +69,9 @@ def bench(args: argparse.Namespace) -> None:
     """``tq-ggml bench``: speed only, for each depth."""
     _note_ignored(args, {"text": None, "ctx": None, "windows": DEFAULT_WINDOWS} | _BEHAVIOUR)
     with _opened(args) as model:
-        rows = _speed_rows(args, model, _tests(args, model))
+        tests = _tests(args, model)
+        _calibrate(args, model)
+        rows = _speed_rows(args, model, tests)
         _print(args, model, rows, report.bench_tests(rows), report.BENCH)
 
 
@@ -85,15 +90,13 @@ def _opened(args: argparse.Namespace) -> engine.Model:
     path = resolve_model(args.model)
     if args.command != "bench":
         args.text = texts.demo_text() if args.text is None else texts.named_text(args.text)
-    model = engine.Model(path)
-    try:
-        model.calibration = calibration.choose(
-            args.calibration, model.info, [k for k, _ in args.types], n_threads=args.threads
-        )
-    except BaseException:
-        model.close()
-        raise
-    return model
+    return engine.Model(path)
+
+
+def _calibrate(args: argparse.Namespace, model: engine.Model) -> None:
+    """Takes a run where it is the model's first, so it comes after everything that can be wrong with the request."""
+    types_k = [type_k for type_k, _ in args.types]
+    model.calibration = calibration.choose(args.calibration, model.info, types_k, n_threads=args.threads)
 
 
 def _types(args: argparse.Namespace) -> list[Pair]:
