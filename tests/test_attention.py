@@ -25,6 +25,79 @@ LEVELS = {"x86_64": ("avx2", "avx512bw", "avx512"), "aarch64": ("neon", "dotprod
 EACH_LEVEL = pytest.mark.parametrize("level", ("scalar", *LEVELS.get(platform.machine(), ())))
 
 
+class Mean(NamedTuple):
+    """A mean that was taken out of the keys, by the position of each."""
+
+    n_rot: int
+    is_neox: bool
+    block_log2: int
+    order: str  # of the positions
+    n_used: int = 40  # blocks; positions beyond them have only the channels that do not turn
+
+    def __str__(self) -> str:
+        return f"mean.{self.n_rot}.{'neox' if self.is_neox else 'norm'}.{1 << self.block_log2}.{self.order}"
+
+    @property
+    def angle(self) -> np.ndarray:
+        return 10000.0 ** (-2 * np.arange(self.n_rot // 2) / max(self.n_rot, 1))
+
+    @property
+    def n_fast(self) -> int:
+        return int((self.angle * 16 * 2**self.block_log2 >= 0.5).sum())
+
+    @property
+    def n_blocks(self) -> int:
+        """Whole windows, the last one unused."""
+        return 16 * (-(-self.n_used // 16) + 1)
+
+    def turned(self, block: int) -> np.ndarray:
+        """Radians that each pair has turned in the middle of a block, of slow pairs in that of its window."""
+        size = 1 << self.block_log2
+        window = block // 16 * 16 * size + (16 * size - 1) / 2
+        middle = np.where(np.arange(self.angle.size) < self.n_fast, block * size + (size - 1) / 2, window)
+        return self.angle * middle
+
+    def used(self, block: int) -> np.ndarray:
+        """Which pairs have a mean there: slow ones in the whole of a window that begins with a used block."""
+        fast = np.arange(self.angle.size) < self.n_fast
+        return np.where(fast, 0 <= block < self.n_used, 0 <= block // 16 * 16 < self.n_used)
+
+    def table(self) -> np.ndarray:
+        """As tq_key_mean describes it."""
+        windows = []
+        for first in range(0, self.n_blocks, 16):
+            angles = np.array([self.turned(b) for b in range(first, first + 16)]).reshape(16, -1)
+            used = np.array([self.used(b) for b in range(first, first + 16)]).reshape(16, -1)
+            cosines, sines = np.cos(angles) * used, np.sin(angles) * used
+            fast = np.concatenate([t[:, : self.n_fast].T.ravel() for t in (cosines, sines)])
+            slow = np.concatenate([t[0, self.n_fast :] for t in (cosines, sines)])
+            windows.append(np.concatenate([fast, slow, np.zeros(-slow.size % 16)]))
+        return np.concatenate(windows).astype(np.float32)
+
+    def positions(self, n_keys: int, rng: np.random.Generator) -> np.ndarray:
+        return {
+            "ordered": lambda: np.arange(n_keys),
+            "later": lambda: np.arange(n_keys) + 77,
+            "shuffled": lambda: rng.permutation(n_keys),
+            "sequences": lambda: np.arange(n_keys) % 50,
+            "far": lambda: np.where(np.arange(n_keys) % 3, np.arange(n_keys) * 2**24 % 2**31, -1),
+        }[self.order]().astype(np.int32)
+
+    def at(self, positions: np.ndarray, mean: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """What was taken out at positions: float64 (n_keys, head_k)."""
+        half = np.arange(self.n_rot // 2)
+        a, b = (half, half + half.size) if self.is_neox else (2 * half, 2 * half + 1)
+        out = np.tile(mean.astype(np.float64), (len(positions), 1))
+        for row, position in zip(out, positions, strict=True):
+            block = position >> self.block_log2
+            angle, used = self.turned(block), self.used(block)
+            cosine, sine = np.cos(angle) * used, np.sin(angle) * used
+            row[a], row[b] = mean[a] * cosine - mean[b] * sine, mean[b] * cosine + mean[a] * sine
+            if position == 0:
+                row[:] = start
+        return out
+
+
 class Problem(NamedTuple):
     type_k: str
     type_v: str
@@ -34,10 +107,11 @@ class Problem(NamedTuple):
     n_keys: int = 100
     twist: str = ""
     softcap: float = 0.0
+    mean: Mean | None = None
 
     def __str__(self) -> str:
         parts = (f"{self.type_k}/{self.type_v}", f"{self.head_k}/{self.head_v}", self.n_rows, self.n_keys)
-        return "-".join(map(str, (*parts, *filter(None, (self.twist, self.softcap)))))
+        return "-".join(map(str, (*parts, *filter(None, (self.twist, self.softcap, self.mean)))))
 
 
 class Data(NamedTuple):
@@ -47,6 +121,8 @@ class Data(NamedTuple):
     mask: np.ndarray  # float16 (n_rows, n_keys)
     slope: np.ndarray  # float32 (n_rows,)
     scale: float
+    mean: np.ndarray  # float32 (2, head_k): everywhere, at position 0
+    positions: np.ndarray  # int32 (n_keys,)
 
 
 def make(problem: Problem, exact: bool) -> Data:
@@ -89,7 +165,10 @@ def make(problem: Problem, exact: bool) -> Data:
         values[odd:] = 0
     elif problem.twist == "steep":
         scale *= 20
-    return Data(queries, encode(keys, problem.type_k), encode(values, problem.type_v), mask, slope, scale)
+    mean = rng.standard_normal((2, problem.head_k)).astype(np.float32)
+    positions = problem.mean.positions(n_keys, rng) if problem.mean else np.zeros(n_keys, np.int32)
+    stored = encode(keys, problem.type_k), encode(values, problem.type_v)
+    return Data(queries, *stored, mask, slope, scale, mean, positions)
 
 
 def make_mask(problem: Problem, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -144,15 +223,30 @@ CAPPED = [
 LARGEST = [
     Problem(*pair, 576, 512, n_rows=128, n_keys=65) for pair in (("q8_0", "tq4"), ("tq3", "q4_0"), ("f16", "f16"))
 ]
-PROBLEMS = list(dict.fromkeys(SAME + MIXED + HEADS + ROWS + KEYS + TWISTS + CAPPED + LARGEST))
+MEANS = [
+    Problem("tq4", "tq3", head, 64, n_rows=n_rows, n_keys=n_keys, softcap=cap, mean=Mean(n_rot, neox, log2, order))
+    for head, n_rows, n_keys, cap, n_rot, neox, log2, order in (
+        (64, 4, 256, 0, 64, True, 3, "ordered"),
+        (64, 7, 333, 0, 64, False, 3, "later"),
+        (96, 1, 200, 0, 20, True, 3, "shuffled"),
+        (128, 9, 150, 5, 128, False, 0, "ordered"),
+        (64, 5, 100, 0, 64, True, 2, "sequences"),
+        (64, 3, 128, 0, 32, False, 3, "far"),
+        (64, 2, 64, 0, 0, False, 3, "ordered"),
+        (576, 128, 130, 0, 64, False, 1, "ordered"),
+    )
+] + [Problem(name, "f16", 128, 32, n_rows=3, n_keys=192, mean=Mean(100, True, 3, "ordered")) for name in ("tq3", "f16")]
+PROBLEMS = list(dict.fromkeys(SAME + MIXED + HEADS + ROWS + KEYS + TWISTS + CAPPED + LARGEST + MEANS))
 # Where a run is slow: every type on either side, every tail of a tile, every twist, every number of rows in a pass.
-SELECTED = SAME + MIXED[:5] + ROWS[:4] + KEYS[::5] + TWISTS[::5] + CAPPED[::5]
+SELECTED = SAME + MIXED[:5] + ROWS[:4] + KEYS[::5] + TWISTS[::5] + CAPPED[::5] + MEANS
 
 
 @functools.lru_cache(maxsize=2)
 def make_with_expected(problem: Problem, exact: bool) -> tuple[Data, np.ndarray]:
     data = make(problem, exact)
     keys, values = decode(data.keys, problem.type_k), decode(data.values, problem.type_v)
+    if problem.mean:
+        keys = keys + problem.mean.at(data.positions, *data.mean)
     rest = {"scale": data.scale, "softcap": problem.softcap, "slope": data.slope}
     return data, attention(data.queries, keys, values, data.mask, **rest)
 
@@ -167,7 +261,9 @@ def attend(command: list, problem: Problem, data: Data, level: str) -> np.ndarra
     gaps = [0, 3 * 34] if problem.n_keys % 2 else [2 * 14, 0]
     strides = [data.keys.shape[1] + gaps[0], data.values.shape[1] + gaps[1]]
     types = [TYPES.index(problem.type_k), TYPES.index(problem.type_v)]
-    sizes = [*types, problem.head_k, problem.head_v, problem.n_rows, problem.n_keys, *strides]
+    mean, table = problem.mean, problem.mean.table() if problem.mean else np.empty(0, np.float32)
+    shape = (mean.n_rot, mean.n_fast, mean.is_neox, mean.block_log2, mean.n_blocks) if mean else (0,) * 5
+    sizes = [*types, problem.head_k, problem.head_v, problem.n_rows, problem.n_keys, *strides, *shape, table.nbytes]
     has_mask = (data.mask != 0).any(axis=1)
     parts = (
         np.array(sizes, "<i4"),
@@ -177,6 +273,7 @@ def attend(command: list, problem: Problem, data: Data, level: str) -> np.ndarra
         data.queries,
         strided(data.keys, gaps[0]),
         strided(data.values, gaps[1]),
+        *((table, data.mean, data.positions) if mean else ()),
         data.mask[has_mask],
     )
     sent = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)

@@ -301,7 +301,7 @@ def _moments(values: Mapping[str, Any], layer: str, info: GgufInfo, where: str |
     n_head_kv, expected = values[f"{layer}.head_count_kv"], info.n_head_kv
     if isinstance(expected, tuple):
         expected = expected[min(int(layer.split(".")[1]), len(expected) - 1)]
-    if n_head_kv != expected:
+    if not isinstance(n_head_kv, int) or n_head_kv != expected:
         raise refuse("has no number of KV heads that is the model's")
     arrays = {}
     for name, key in _MOMENTS.items():
