@@ -40,18 +40,18 @@ int main(void) {
     a.scale    = scale[0];
     a.softcap  = scale[1];
 
-    float *    slope    = read_or_die((size_t) n_rows * sizeof(float));
-    int32_t *  has_mask = read_or_die((size_t) n_rows * sizeof(int32_t));
-    float *    queries  = read_or_die((size_t) n_rows * (size_t) a.head_k * sizeof(float));
-    char *     keys     = read_cache(a.type_k, a.head_k, a.stride_k, n_keys);
-    char *     values   = read_cache(a.type_v, a.head_v, a.stride_v, n_keys);
+    float *    slope     = read_or_die((size_t) n_rows * sizeof(float));
+    int32_t *  has_mask  = read_or_die((size_t) n_rows * sizeof(int32_t));
+    float *    queries   = read_or_die((size_t) n_rows * (size_t) a.head_k * sizeof(float));
+    char *     keys      = read_cache(a.type_k, a.head_k, a.stride_k, n_keys);
+    char *     values    = read_cache(a.type_v, a.head_v, a.stride_v, n_keys);
     const bool has_mean  = size[12] > 0;
     float *    table     = read_or_die(has_mean ? (size_t) size[13] : 0);
     float *    mean      = read_or_die(has_mean ? (size_t) a.head_k * sizeof(float) : 0);
     float *    start     = read_or_die(has_mean ? (size_t) a.head_k * sizeof(float) : 0);
     int32_t *  positions = read_or_die(has_mean ? (size_t) n_keys * sizeof(int32_t) : 0);
-    a.key_mean           = (tq_key_mean) { has_mean ? table : NULL, mean,    start,   size[8], size[9],
-                                           size[10] != 0,           size[11], size[12] };
+    a.key_mean =
+        (tq_key_mean){ has_mean ? table : NULL, mean, start, size[8], size[9], size[10] != 0, size[11], size[12] };
     uint16_t * mask[TQ_MAX_ROWS];
     for (int r = 0; r < n_rows; r++) {
         mask[r] = has_mask[r] ? read_or_die((size_t) n_keys * sizeof(uint16_t)) : NULL;

@@ -11,9 +11,10 @@ using access = tq_kv_cache_access;
 
 // Positions of the batch's tokens and of the cache's cells.
 class tq_positions : public llm_graph_input_i {
-  public:
+public:
     tq_positions(const void * owner, std::function<const llama_kv_cache_context *()> cache)
-        : owner(owner), cache(std::move(cache)) {}
+        : owner(owner), cache(std::move(cache)) {
+    }
 
     void set_input(const llama_ubatch * ubatch) override {
         if (tokens != nullptr && tokens->buffer != nullptr) {
@@ -25,13 +26,15 @@ class tq_positions : public llm_graph_input_i {
     }
 
     // What could differ, the number of tokens, cells and streams, the cache's own input compares.
-    bool can_reuse(const llm_graph_params &) override { return true; }
+    bool can_reuse(const llm_graph_params &) override {
+        return true;
+    }
 
     const void *  owner;  // llama.cpp's input for the same cache
     ggml_tensor * tokens = nullptr;
     ggml_tensor * cells  = nullptr;
 
-  private:
+private:
     void set_cells() {
         const llama_kv_cache_context & ctx = *cache();
         for (int64_t s = 0; s < cells->ne[1]; s++) {
@@ -124,15 +127,15 @@ tq_cache_graph::tq_cache_graph(const llm_graph_context & graph, const llm_graph_
 
 tq_cache_graph::tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv_iswa * inp, int il,
                                float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v)
-    : graph(graph),
-      cache(graph.hparams.is_swa(il) ? context_of([inp] { return inp->mctx->get_swa(); }) :
-                                       context_of([inp] { return inp->mctx->get_base(); })),
+    : graph(graph), cache(graph.hparams.is_swa(il) ? context_of([inp] { return inp->mctx->get_swa(); })
+                                                   : context_of([inp] { return inp->mctx->get_base(); })),
       // One of each per graph: the address of the mask tells them apart.
       owner(graph.hparams.is_swa(il) ? (const void *) &inp->self_kq_mask_swa : (const void *) &inp->self_kq_mask) {
     build(il, logit_scale, takes_mean, q, k, v);
 }
 
-void tq_cache_graph::build(int il, float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v) {
+void tq_cache_graph::build(int il, float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k,
+                           ggml_tensor *& v) {
     if (graph.cparams.training) {
         return;  // attends the batch's own keys
     }
@@ -172,8 +175,8 @@ void tq_cache_graph::attach(ggml_tensor * cur) const {
     if (positions->cells == nullptr) {
         positions->cells = new_positions(graph.ctx0, "tq_cell_positions", k->ne[1], k->ne[3]);
     }
-    tq_flash_attn_set_mean(cur, positions->cells, layer->table->turns, layer->mean_over_scale, layer->table->rope.n_rot, layer->table->n_fast,
-                           layer->table->rope.is_neox, layer->table->block);
+    tq_flash_attn_set_mean(cur, positions->cells, layer->table->turns, layer->mean_over_scale, layer->table->rope.n_rot,
+                           layer->table->n_fast, layer->table->rope.is_neox, layer->table->block);
 }
 
 // ---- K-shift ----

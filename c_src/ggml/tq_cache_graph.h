@@ -12,18 +12,18 @@ class tq_conditioner;
 struct tq_conditioned_layer;
 
 class tq_cache_graph {
-  public:
-    // Filters and conditions queries, keys and values of layer il; k and v are NULL where another layer has stored them.
-    // takes_mean: nothing in this layer's attention sees a constant that is added to all logits.
-    tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv * inp, int il,
-                   float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);
-    tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv_iswa * inp, int il,
-                   float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);
+public:
+    // Filters and conditions queries, keys and values of layer il; k and v are NULL where another layer has stored
+    // them. takes_mean: nothing in this layer's attention sees a constant that is added to all logits.
+    tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv * inp, int il, float logit_scale,
+                   bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);
+    tq_cache_graph(const llm_graph_context & graph, const llm_graph_input_attn_kv_iswa * inp, int il, float logit_scale,
+                   bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);
 
     // Gives the attention, of which cur is the result, the mean that was taken out of the keys.
     void attach(ggml_tensor * cur) const;
 
-  private:
+private:
     using context_of = std::function<const llama_kv_cache_context *()>;  // inputs outlive it when a graph is reused
 
     void build(int il, float logit_scale, bool takes_mean, ggml_tensor *& q, ggml_tensor *& k, ggml_tensor *& v);

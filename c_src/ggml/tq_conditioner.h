@@ -37,7 +37,7 @@ struct tq_block_table {
     int           block, n_fast, n_blocks;
     ggml_tensor * turns;
 
-  private:
+private:
     double window_middle(int block) const;
 
     ggml_context_ptr        ctx;
@@ -62,7 +62,7 @@ struct tq_conditioned_layer {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
 
-  private:
+private:
     void mean_at(int head, llama_pos position, float * mu) const;
 };
 
@@ -76,7 +76,7 @@ struct tq_filtered {
 };
 
 class tq_conditioner {
-  public:
+public:
     explicit tq_conditioner(const llama_kv_cache & kv);
     static tq_conditioner & of(llama_kv_cache & kv);  // made with the constants of this thread at the first call
 
@@ -84,14 +84,16 @@ class tq_conditioner {
     const tq_conditioned_layer & layer(const llama_cparams & cparams, int il, bool takes_mean);
     const tq_conditioned_layer * find(int il) const;  // NULL: not conditioned
 
-    const std::map<int, std::unique_ptr<tq_conditioned_layer>> & all() const { return layers; }
+    const std::map<int, std::unique_ptr<tq_conditioned_layer>> & all() const {
+        return layers;
+    }
 
     const tq_filtered * filtered(const tq_filtered & what);
 
     const tq_row_filter filter;
     void * const        user;
 
-  private:
+private:
     struct stored {
         int                n_head_kv, head_size;
         std::vector<float> mean, start, variance, query_energy;

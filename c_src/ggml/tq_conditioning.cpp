@@ -47,9 +47,11 @@ static bool rope_of(const llama_model & model, const llama_cparams & cparams, in
     const float         base    = model.get_rope_freq_base(cparams, il);
     const float         scale   = model.get_rope_freq_scale(cparams, il);
     const ggml_tensor * factors = model.get_rope_factors(cparams, il);
-    const float * factor = factors != nullptr && ggml_backend_buffer_is_host(factors->buffer) ? (float *) factors->data : nullptr;
-    float         ramp[2];
-    ggml_rope_yarn_corr_dims(n_rot, cparams.n_ctx_orig_yarn, base, cparams.yarn_beta_fast, cparams.yarn_beta_slow, ramp);
+    const float *       factor =
+        factors != nullptr && ggml_backend_buffer_is_host(factors->buffer) ? (float *) factors->data : nullptr;
+    float ramp[2];
+    ggml_rope_yarn_corr_dims(n_rot, cparams.n_ctx_orig_yarn, base, cparams.yarn_beta_fast, cparams.yarn_beta_slow,
+                             ramp);
     rope->n_rot   = n_rot;
     rope->is_neox = hparams.rope_type != LLAMA_ROPE_TYPE_NORM;
     for (int i = 0; i < n_rot / 2; i++) {
@@ -109,9 +111,9 @@ tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions)
     ggml_backend_buffer_clear(buffer.get(), 0);
     for (int b = 0; b < n_used; b++) {
         for (int i = 0; i < rope.n_rot / 2; i++) {
-            const entry  e      = entry_of(b, i);
-            const double angle  = rope.angle[i];
-            const double middle = angle * (i < n_fast ? b * block + (block - 1) / 2.0 : window_middle(b));
+            const entry  e                    = entry_of(b, i);
+            const double angle                = rope.angle[i];
+            const double middle               = angle * (i < n_fast ? b * block + (block - 1) / 2.0 : window_middle(b));
             ((float *) turns->data)[e.cosine] = (float) std::cos(middle);
             ((float *) turns->data)[e.sine]   = (float) std::sin(middle);
         }
@@ -155,8 +157,9 @@ static void tie_and_floor(float * x, const tq_rope & rope, int head_size) {
 }
 
 // (variance / query energy)^1/4, of geometric mean 1. Of the mean, what stays in the keys counts as variance.
-static std::vector<float> scale_of(std::vector<float> variance, std::vector<float> query, const std::vector<float> & whole,
-                                   const std::vector<float> & taken, const tq_rope & rope, int head_size) {
+static std::vector<float> scale_of(std::vector<float> variance, std::vector<float> query,
+                                   const std::vector<float> & whole, const std::vector<float> & taken,
+                                   const tq_rope & rope, int head_size) {
     for (size_t i = 0; i < whole.size(); i++) {
         variance[i] += whole[i] * whole[i] - (taken.empty() ? 0.0f : taken[i] * taken[i]);
     }
@@ -225,7 +228,7 @@ void tq_conditioned_layer::condition(const float * k, float * out, int head, int
 
 void tq_conditioned_layer::restore(const float * k, float * out, int head, int n, llama_pos position) const {
     float         mu[TQ_MAX_HEAD] = { 0 };
-    const float * s = scale.data() + (size_t) head * head_size;
+    const float * s               = scale.data() + (size_t) head * head_size;
     if (mode != TQ_SCALED) {
         mean_at(head, position, mu);
     }
@@ -239,8 +242,8 @@ void tq_conditioned_layer::mean_at(int head, llama_pos position, float * mu) con
         memcpy(mu, start.data() + (size_t) head * head_size, head_size * sizeof(float));
         return;
     }
-    const tq_rope & rope = table->rope;
-    const float *   m    = mean.data() + (size_t) head * head_size;
+    const tq_rope & rope  = table->rope;
+    const float *   m     = mean.data() + (size_t) head * head_size;
     const float *   turns = (const float *) table->turns->data;
     const int       block = table->block_of(mode == TQ_CONSTANT ? 0 : position);
     for (int i = 0; i < rope.n_rot / 2; i++) {
@@ -268,7 +271,7 @@ tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filte
     for (int i = 0; i < current_constants->n_layers; i++) {
         const tq_layer_constants & c = current_constants->layers[i];
         const size_t               n = (size_t) c.n_head_kv * c.head_size;
-        stored & s                   = constants[c.il];
+        stored &                   s = constants[c.il];
         s.n_head_kv                  = c.n_head_kv;
         s.head_size                  = c.head_size;
         s.variance.assign(c.variance, c.variance + n);
@@ -313,11 +316,11 @@ tq_conditioned_mode tq_conditioner::mode_of(const stored & s, bool takes_mean) c
 }
 
 std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams & cparams, int il, bool takes_mean) {
-    auto           layer = std::make_unique<tq_conditioned_layer>();
-    const auto &   model = access::model(kv);
-    const auto &   hp    = model.hparams;
-    const auto     found = constants.find(il);
-    tq_rope        rope;
+    auto         layer = std::make_unique<tq_conditioned_layer>();
+    const auto & model = access::model(kv);
+    const auto & hp    = model.hparams;
+    const auto   found = constants.find(il);
+    tq_rope      rope;
     layer->kv = &kv;
     layer->il = il;
     if (found == constants.end() || !ggml_is_quantized(kv.type_k()) || goes_around(model.arch) ||

@@ -1,11 +1,12 @@
 // Key conditioning: what a quantised KV cache stores is K' = (K - mean) / scale, what attends is Q' = Q * scale.
 //
-// mean and scale belong to a layer, KV head and channel, from a calibration run (docs/conditioning.md). The scale cancels
-// in Q'.K'; it is (key variance / query energy)^1/4, which makes the error of Q'.K' least. The mean is the one before RoPE, so it turns with the position: it is taken out in blocks of
-// positions, and Q.mean, the same for all keys of a block, is added to the logits by our attention
-// (tq_flash_attn.c). Position 0 has a mean of its own: the first token's key is much the same whatever the token, and
-// attention goes back to it all the time. Where another operator attends, only what does not turn within the context is taken out; softmax
-// does not see a constant. Whatever the constants are, right or useless, attention's result is the same but for rounding.
+// mean and scale belong to a layer, KV head and channel, from a calibration run (docs/conditioning.md). The scale
+// cancels in Q'.K'; it is (key variance / query energy)^1/4, which makes the error of Q'.K' least. The mean is the one
+// before RoPE, so it turns with the position: it is taken out in blocks of positions, and Q.mean, the same for all keys
+// of a block, is added to the logits by our attention (tq_flash_attn.c). Position 0 has a mean of its own: the first
+// token's key is much the same whatever the token, and attention goes back to it all the time. Where another operator
+// attends, only what does not turn within the context is taken out; softmax does not see a constant. Whatever the
+// constants are, right or useless, attention's result is the same but for rounding.
 #ifndef TQ_CONDITIONING_H
 #define TQ_CONDITIONING_H
 
@@ -50,8 +51,8 @@ typedef struct {
     int32_t         n_head;
     int32_t         head_size;
     float           logit_scale;  // of queries times keys
-    const int32_t * positions;  // [n_tokens]
-    float *         rows;       // [n_tokens][n_head][head_size]; keys and queries with RoPE
+    const int32_t * positions;    // [n_tokens]
+    float *         rows;         // [n_tokens][n_head][head_size]; keys and queries with RoPE
 } tq_rows;
 
 typedef void (*tq_row_filter)(void * user, const tq_rows * rows);
@@ -61,8 +62,8 @@ LLAMA_API void tq_use_row_filter(tq_row_filter filter, void * user);
 
 // How a context's RoPE turns the keys of a layer.
 typedef struct {
-    int32_t n_rot;     // channels that turn, from the first on
-    int32_t is_neox;   // pairs are (i, i + n_rot / 2); else (2 i, 2 i + 1)
+    int32_t n_rot;       // channels that turn, from the first on
+    int32_t is_neox;     // pairs are (i, i + n_rot / 2); else (2 i, 2 i + 1)
     float   angle[512];  // [n_rot / 2] radians per position
 } tq_rope;
 

@@ -46,8 +46,8 @@ enum { TQ_SRC_CELLS = 5, TQ_SRC_TURNS = 6, TQ_SRC_MEAN = 7 };
 enum { TQ_PARAM_N_ROT = 12, TQ_PARAM_N_FAST = 13, TQ_PARAM_IS_NEOX = 14, TQ_PARAM_MEAN_BLOCK = 15 };
 
 static inline void tq_flash_attn_set_mean(struct ggml_tensor * op, struct ggml_tensor * cells,
-                                          struct ggml_tensor * turns, struct ggml_tensor * mean, int n_rot,
-                                          int n_fast, int is_neox, int block) {
+                                          struct ggml_tensor * turns, struct ggml_tensor * mean, int n_rot, int n_fast,
+                                          int is_neox, int block) {
     op->src[TQ_SRC_CELLS]              = cells;
     op->src[TQ_SRC_TURNS]              = turns;
     op->src[TQ_SRC_MEAN]               = mean;

@@ -13,30 +13,54 @@ struct tq_kv_cache_access {
     // All KV caches of a memory; empty for kinds that are not known here.
     static std::vector<llama_kv_cache *> caches(llama_memory_t memory);
 
-    static const llama_model & model(const llama_kv_cache & kv) { return kv.model; }
+    static const llama_model & model(const llama_kv_cache & kv) {
+        return kv.model;
+    }
 
-    static const llama_hparams & hparams(const llama_kv_cache & kv) { return kv.hparams; }
+    static const llama_hparams & hparams(const llama_kv_cache & kv) {
+        return kv.hparams;
+    }
 
-    static std::shared_ptr<tq_conditioner> & conditioner(llama_kv_cache & kv) { return kv.tq; }
+    static std::shared_ptr<tq_conditioner> & conditioner(llama_kv_cache & kv) {
+        return kv.tq;
+    }
 
-    static llama_kv_cache & cache(const llama_kv_cache_context & ctx) { return *ctx.kv; }
+    static llama_kv_cache & cache(const llama_kv_cache_context & ctx) {
+        return *ctx.kv;
+    }
 
-    static bool flash_attention(const llama_kv_cache & kv) { return !kv.v_trans; }
+    static bool flash_attention(const llama_kv_cache & kv) {
+        return !kv.v_trans;
+    }
 
-    static bool shares_cells(const llama_kv_cache & kv) { return kv.other != nullptr; }
+    static bool shares_cells(const llama_kv_cache & kv) {
+        return kv.other != nullptr;
+    }
 
-    static size_t n_layers(const llama_kv_cache & kv) { return kv.layers.size(); }
+    static size_t n_layers(const llama_kv_cache & kv) {
+        return kv.layers.size();
+    }
 
     // The model layer that writes the keys which layer il attends.
-    static int writer(const llama_kv_cache & kv, int il) { return (int) kv.layers[kv.map_layer_ids.at(il)].il; }
+    static int writer(const llama_kv_cache & kv, int il) {
+        return (int) kv.layers[kv.map_layer_ids.at(il)].il;
+    }
 
-    static uint64_t k_bytes(const llama_kv_cache & kv) { return kv.size_k_bytes(); }
+    static uint64_t k_bytes(const llama_kv_cache & kv) {
+        return kv.size_k_bytes();
+    }
 
-    static uint64_t v_bytes(const llama_kv_cache & kv) { return kv.size_v_bytes(); }
+    static uint64_t v_bytes(const llama_kv_cache & kv) {
+        return kv.size_v_bytes();
+    }
 
-    static const llama_kv_cells & cells(const llama_kv_cache & kv, uint32_t stream) { return kv.v_cells[stream]; }
+    static const llama_kv_cells & cells(const llama_kv_cache & kv, uint32_t stream) {
+        return kv.v_cells[stream];
+    }
 
-    static uint32_t first_stream(const llama_kv_cache_context & ctx) { return ctx.sinfos[ctx.i_cur].s0; }
+    static uint32_t first_stream(const llama_kv_cache_context & ctx) {
+        return ctx.sinfos[ctx.i_cur].s0;
+    }
 };
 
 #endif  // TQ_KV_ACCESS_H

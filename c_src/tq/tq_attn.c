@@ -169,15 +169,15 @@ INLINE stretch stretch_at(const tq_key_mean * m, int32_t position, int key) {
     const int last  = m->n_blocks - 1;
     const int block = position >> m->block_log2;
     if (position == 0) {
-        return (stretch) { key, key + 1, START, 0, 0 };
+        return (stretch){ key, key + 1, START, 0, 0 };
     }
     if (block < 0 || block >= last) {
-        return (stretch) { key, key + 1, last / TQ_MEAN_WINDOW, (last % TQ_MEAN_WINDOW) << m->block_log2, 0 };
+        return (stretch){ key, key + 1, last / TQ_MEAN_WINDOW, (last % TQ_MEAN_WINDOW) << m->block_log2, 0 };
     }
     const int window = block / TQ_MEAN_WINDOW;
     const int end    = (window + 1) * TQ_MEAN_WINDOW < last ? (window + 1) * TQ_MEAN_WINDOW : last;
-    return (stretch) { key, key + 1, window, position - ((window * TQ_MEAN_WINDOW) << m->block_log2),
-                       (end << m->block_log2) - position - 1 };
+    return (stretch){ key, key + 1, window, position - ((window * TQ_MEAN_WINDOW) << m->block_log2),
+                      (end << m->block_log2) - position - 1 };
 }
 
 INLINE vi count_lanes(void) {
@@ -245,7 +245,7 @@ INLINE void mean_of_window(const tq_attn * a, tq_attn_rows * rows, int first, in
         }
         FOR_ROWS(r) {
             for (int b = 0; b < LANES; b++) {  // where a block is shorter, the next one overwrites the rest
-                *(span *) (rows->mean_term[first + r] + (j + b) * block) = sum[r][b] - (span) { 0 };
+                *(span *) (rows->mean_term[first + r] + (j + b) * block) = sum[r][b] - (span){ 0 };
             }
         }
     }

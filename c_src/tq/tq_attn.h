@@ -30,11 +30,11 @@ typedef enum {
 
 #define TQ_MEAN_WINDOW    16  // blocks of positions whose terms are computed together
 #define TQ_MEAN_PAD       16
-#define TQ_MAX_MEAN_BLOCK 8   // positions of a block
+#define TQ_MAX_MEAN_BLOCK 8  // positions of a block
 #define TQ_MEAN_SPAN      (TQ_MEAN_WINDOW * TQ_MAX_MEAN_BLOCK)
 
-// A mean that was taken out of the keys and comes back as a term of the logits. It turns with the position as RoPE turns
-// keys, block by block; pairs that hardly turn, window by window. The table has for each window
+// A mean that was taken out of the keys and comes back as a term of the logits. It turns with the position as RoPE
+// turns keys, block by block; pairs that hardly turn, window by window. The table has for each window
 //   [2 n_fast][TQ_MEAN_WINDOW]    of each block the cosines of the fast pairs, then the sines
 //   [n_rot - 2 n_fast]            cosines and sines of the others; zeros up to a multiple of TQ_MEAN_PAD
 typedef struct {
@@ -63,26 +63,26 @@ typedef struct {
 
 // A set of query rows with their state, and what one thread needs to attend a tile. About 1.3 MB: not for the stack.
 typedef struct {
-    int                n;
-    float              max[TQ_MAX_ROWS];
-    float              sum[TQ_MAX_ROWS];
-    const uint16_t *   mask[TQ_MAX_ROWS];                 // a row's fp16 mask over the tile, or NULL: all of it is seen
-    float              slope[TQ_MAX_ROWS];                // the mask's factor (ALiBi); 1 elsewhere
-    const int32_t *    positions;                         // of the tile's keys; read where there is a key_mean
-    float              mean_start[TQ_MAX_ROWS];           // query . mean at position 0
-    float              mean_fixed[TQ_MAX_ROWS];           // query . mean over the channels that do not turn
-    float              mean_turned[TQ_MAX_ROWS * (TQ_MAX_HEAD + TQ_MEAN_PAD)];  // [n]: what the table is multiplied with
-    TQ_ALIGNED float   mean_term[TQ_MAX_ROWS][TQ_MEAN_SPAN + 16];  // query . mean at the positions, read past the end, of
-    int                mean_window[TQ_MAX_ROWS];                   // this window; -1 for none
-    TQ_ALIGNED float   query[TQ_MAX_ROWS * TQ_MAX_HEAD];  // [n][head_k]
-    tq_query_block     query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];             // [n][head_k / 32]
-    int16_t            query_i16[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK][TQ_BLOCK];  // the same; of each four 0, 2, 1, 3
-    int32_t            query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];            // of each block's int8
-    TQ_ALIGNED float   acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                             // [n][head_v]
+    int              n;
+    float            max[TQ_MAX_ROWS];
+    float            sum[TQ_MAX_ROWS];
+    const uint16_t * mask[TQ_MAX_ROWS];        // a row's fp16 mask over the tile, or NULL: all of it is seen
+    float            slope[TQ_MAX_ROWS];       // the mask's factor (ALiBi); 1 elsewhere
+    const int32_t *  positions;                // of the tile's keys; read where there is a key_mean
+    float            mean_start[TQ_MAX_ROWS];  // query . mean at position 0
+    float            mean_fixed[TQ_MAX_ROWS];  // query . mean over the channels that do not turn
+    float            mean_turned[TQ_MAX_ROWS * (TQ_MAX_HEAD + TQ_MEAN_PAD)];  // [n]: what the table is multiplied with
+    TQ_ALIGNED float mean_term[TQ_MAX_ROWS][TQ_MEAN_SPAN + 16];  // query . mean at the positions, read past the end, of
+    int              mean_window[TQ_MAX_ROWS];                   // this window; -1 for none
+    TQ_ALIGNED float query[TQ_MAX_ROWS * TQ_MAX_HEAD];           // [n][head_k]
+    tq_query_block   query_i8[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];             // [n][head_k / 32]
+    int16_t          query_i16[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK][TQ_BLOCK];  // the same; of each four 0, 2, 1, 3
+    int32_t          query_sum[TQ_MAX_ROWS * TQ_MAX_HEAD / TQ_BLOCK];            // of each block's int8
+    TQ_ALIGNED float acc[TQ_MAX_ROWS * TQ_MAX_HEAD];                             // [n][head_v]
     // The decoded tile; what it holds depends on the type and the SIMD level (tq_attn.c).
-    TQ_ALIGNED float   keys[TQ_TILE * TQ_MAX_HEAD];
-    TQ_ALIGNED float   values[TQ_TILE * TQ_MAX_HEAD];
-    TQ_ALIGNED float   key_scale[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
+    TQ_ALIGNED float keys[TQ_TILE * TQ_MAX_HEAD];
+    TQ_ALIGNED float values[TQ_TILE * TQ_MAX_HEAD];
+    TQ_ALIGNED float key_scale[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
     TQ_ALIGNED int16_t value_ratio[TQ_TILE * TQ_MAX_HEAD / TQ_BLOCK];
     TQ_ALIGNED float   value_scale[TQ_TILE];
 } tq_attn_rows;

@@ -300,10 +300,10 @@ static void turn_query(const tq_key_mean * m, int head_k, const float * query, f
     const int half = m->n_rot / 2, n_fast = m->n_fast, n_slow = half - n_fast;
     memset(turned, 0, (size_t) (2 * n_fast + tq_mean_slow(m)) * sizeof(float));
     for (int i = 0; i < half; i++) {
-        const int a = m->is_neox ? i : 2 * i;
-        const int b = m->is_neox ? i + half : 2 * i + 1;
-        float *   to     = i < n_fast ? turned + i : turned + n_fast + i;
-        to[0]                           = query[a] * m->mean[a] + query[b] * m->mean[b];
+        const int a                      = m->is_neox ? i : 2 * i;
+        const int b                      = m->is_neox ? i + half : 2 * i + 1;
+        float *   to                     = i < n_fast ? turned + i : turned + n_fast + i;
+        to[0]                            = query[a] * m->mean[a] + query[b] * m->mean[b];
         to[i < n_fast ? n_fast : n_slow] = query[b] * m->mean[a] - query[a] * m->mean[b];
     }
     *fixed = product(query, m->mean, m->n_rot, head_k);
@@ -332,7 +332,7 @@ void tq_attn_add_row(const tq_attn * a, tq_attn_rows * rows, const float * query
         float * turned = rows->mean_turned + row * (2 * a->key_mean.n_fast + tq_mean_slow(&a->key_mean));
         turn_query(&a->key_mean, a->head_k, query, turned, &rows->mean_fixed[row]);
         rows->mean_window[row] = -1;
-        rows->mean_start[row] = product(query, a->key_mean.start, 0, a->head_k);
+        rows->mean_start[row]  = product(query, a->key_mean.start, 0, a->head_k);
     }
     rows->max[row]   = -INFINITY;
     rows->sum[row]   = 0.0f;
