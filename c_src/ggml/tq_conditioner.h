@@ -88,6 +88,7 @@ public:
         return layers;
     }
 
+    bool                conditions() const;  // any layer's keys
     const tq_filtered * filtered(const tq_filtered & what);
 
     const tq_row_filter filter;

@@ -9,10 +9,12 @@
 #include "tq_flash_attn.h"
 #include "tq_kv_access.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 #include <set>
+#include <stdexcept>
 
 #define SCALE_FLOOR 0.01f
 
@@ -286,11 +288,21 @@ tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filte
 }
 
 tq_conditioner & tq_conditioner::of(llama_kv_cache & kv) {
-    auto & c = access::conditioner(kv);
+    auto & c     = access::conditioner(kv);
+    auto * other = access::other(kv);
+    if (other != nullptr && of(*other).conditions()) {
+        // Thrown while the context is made: llama_init_from_model says it and returns NULL.
+        throw std::runtime_error("tq-ggml: this context shares a KV cache whose keys are conditioned, which it cannot "
+                                 "read; make the other context with calibration off");
+    }
     if (!c) {
         c = std::make_shared<tq_conditioner>(kv);
     }
     return *c;
+}
+
+bool tq_conditioner::conditions() const {
+    return std::any_of(layers.begin(), layers.end(), [](const auto & l) { return l.second->mode != TQ_PLAIN; });
 }
 
 // Architectures whose graphs write to the cache or attend it without build_attn.
@@ -324,7 +336,7 @@ std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams &
     layer->kv = &kv;
     layer->il = il;
     if (found == constants.end() || !ggml_is_quantized(kv.type_k()) || goes_around(model.arch) ||
-        access::shares_cells(kv) || found->second.n_head_kv != (int) hp.n_head_kv(il) ||
+        access::other(kv) != nullptr || found->second.n_head_kv != (int) hp.n_head_kv(il) ||
         found->second.head_size != (int) hp.n_embd_head_k(il) || !rope_of(model, cparams, il, &rope)) {
         return layer;
     }

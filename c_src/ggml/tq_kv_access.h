@@ -33,8 +33,9 @@ struct tq_kv_cache_access {
         return !kv.v_trans;
     }
 
-    static bool shares_cells(const llama_kv_cache & kv) {
-        return kv.other != nullptr;
+    // The cache whose cells, and maybe keys, kv shares; NULL for a cache of its own.
+    static llama_kv_cache * other(const llama_kv_cache & kv) {
+        return kv.other;
     }
 
     static size_t n_layers(const llama_kv_cache & kv) {
