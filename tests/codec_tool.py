@@ -68,9 +68,10 @@ def build(
 def build_flash_attn_tool(tree: Path, target: Path, *flags: str) -> Path:
     """tests/tq_flash_attn_tool.c as `target`, linked with the patched ggml of a CMake build tree of the package."""
     source = Path(__file__).with_name("tq_flash_attn_tool.c")
-    include, libraries = tree / "llama.cpp-src" / "ggml" / "include", tree / "bin"
+    include = [f"-I{folder}" for folder in (tree / "llama.cpp-src" / "ggml" / "include", C_SRC / "ggml", C_SRC / "tq")]
+    libraries = tree / "bin"
     link = (f"-L{libraries}", "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{libraries},-rpath-link,{libraries}")
-    call([NATIVE_COMPILER, "-std=gnu11", "-O2", f"-I{include}", *flags, source, *link, "-o", target])
+    call([NATIVE_COMPILER, "-std=gnu11", "-O2", *include, *flags, source, *link, "-o", target])
     return target
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cache_rows import TYPES, attention, decode, encode, int8_queries, nmse
 from codec_tool import QEMU, call
+from key_mean import Mean
 
 from tq_ggml import kernels
 
@@ -23,79 +24,6 @@ MAX_NMSE = 1e-4  # with any query, over keys that may be multiplied in int8
 MAX_NMSE_INT8_QUERY = 4e-8
 LEVELS = {"x86_64": ("avx2", "avx512bw", "avx512"), "aarch64": ("neon", "dotprod"), "arm64": ("neon", "dotprod")}
 EACH_LEVEL = pytest.mark.parametrize("level", ("scalar", *LEVELS.get(platform.machine(), ())))
-
-
-class Mean(NamedTuple):
-    """A mean that was taken out of the keys, by the position of each."""
-
-    n_rot: int
-    is_neox: bool
-    block_log2: int
-    order: str  # of the positions
-    n_used: int = 40  # blocks; positions beyond them have only the channels that do not turn
-
-    def __str__(self) -> str:
-        return f"mean.{self.n_rot}.{'neox' if self.is_neox else 'norm'}.{1 << self.block_log2}.{self.order}"
-
-    @property
-    def angle(self) -> np.ndarray:
-        return 10000.0 ** (-2 * np.arange(self.n_rot // 2) / max(self.n_rot, 1))
-
-    @property
-    def n_fast(self) -> int:
-        return int((self.angle * 16 * 2**self.block_log2 >= 0.5).sum())
-
-    @property
-    def n_blocks(self) -> int:
-        """Whole windows, the last one unused."""
-        return 16 * (-(-self.n_used // 16) + 1)
-
-    def turned(self, block: int) -> np.ndarray:
-        """Radians that each pair has turned in the middle of a block, of slow pairs in that of its window."""
-        size = 1 << self.block_log2
-        window = block // 16 * 16 * size + (16 * size - 1) / 2
-        middle = np.where(np.arange(self.angle.size) < self.n_fast, block * size + (size - 1) / 2, window)
-        return self.angle * middle
-
-    def used(self, block: int) -> np.ndarray:
-        """Which pairs have a mean there: slow ones in the whole of a window that begins with a used block."""
-        fast = np.arange(self.angle.size) < self.n_fast
-        return np.where(fast, 0 <= block < self.n_used, 0 <= block // 16 * 16 < self.n_used)
-
-    def table(self) -> np.ndarray:
-        """As tq_key_mean describes it."""
-        windows = []
-        for first in range(0, self.n_blocks, 16):
-            angles = np.array([self.turned(b) for b in range(first, first + 16)]).reshape(16, -1)
-            used = np.array([self.used(b) for b in range(first, first + 16)]).reshape(16, -1)
-            cosines, sines = np.cos(angles) * used, np.sin(angles) * used
-            fast = np.concatenate([t[:, : self.n_fast].T.ravel() for t in (cosines, sines)])
-            slow = np.concatenate([t[0, self.n_fast :] for t in (cosines, sines)])
-            windows.append(np.concatenate([fast, slow, np.zeros(-slow.size % 16)]))
-        return np.concatenate(windows).astype(np.float32)
-
-    def positions(self, n_keys: int, rng: np.random.Generator) -> np.ndarray:
-        return {
-            "ordered": lambda: np.arange(n_keys),
-            "later": lambda: np.arange(n_keys) + 77,
-            "shuffled": lambda: rng.permutation(n_keys),
-            "sequences": lambda: np.arange(n_keys) % 50,
-            "far": lambda: np.where(np.arange(n_keys) % 3, np.arange(n_keys) * 2**24 % 2**31, -1),
-        }[self.order]().astype(np.int32)
-
-    def at(self, positions: np.ndarray, mean: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """What was taken out at positions: float64 (n_keys, head_k)."""
-        half = np.arange(self.n_rot // 2)
-        a, b = (half, half + half.size) if self.is_neox else (2 * half, 2 * half + 1)
-        out = np.tile(mean.astype(np.float64), (len(positions), 1))
-        for row, position in zip(out, positions, strict=True):
-            block = position >> self.block_log2
-            angle, used = self.turned(block), self.used(block)
-            cosine, sine = np.cos(angle) * used, np.sin(angle) * used
-            row[a], row[b] = mean[a] * cosine - mean[b] * sine, mean[b] * cosine + mean[a] * sine
-            if position == 0:
-                row[:] = start
-        return out
 
 
 class Problem(NamedTuple):
@@ -121,7 +49,7 @@ class Data(NamedTuple):
     mask: np.ndarray  # float16 (n_rows, n_keys)
     slope: np.ndarray  # float32 (n_rows,)
     scale: float
-    mean: np.ndarray  # float32 (2, head_k): everywhere, at position 0
+    mean: np.ndarray  # float32 (3, head_k): mean, crossed, start
     positions: np.ndarray  # int32 (n_keys,)
 
 
@@ -165,7 +93,7 @@ def make(problem: Problem, exact: bool) -> Data:
         values[odd:] = 0
     elif problem.twist == "steep":
         scale *= 20
-    mean = rng.standard_normal((2, problem.head_k)).astype(np.float32)
+    mean = rng.standard_normal((3, problem.head_k)).astype(np.float32)
     positions = problem.mean.positions(n_keys, rng) if problem.mean else np.zeros(n_keys, np.int32)
     stored = encode(keys, problem.type_k), encode(values, problem.type_v)
     return Data(queries, *stored, mask, slope, scale, mean, positions)
@@ -232,10 +160,31 @@ MEANS = [
         (128, 9, 150, 5, 128, False, 0, "ordered"),
         (64, 5, 100, 0, 64, True, 2, "sequences"),
         (64, 3, 128, 0, 32, False, 3, "far"),
+        (64, 4, 128, 0, 16, True, 3, "very far"),
+        (96, 6, 165, 0, 96, False, 3, "around 0"),
         (64, 2, 64, 0, 0, False, 3, "ordered"),
+        (64, 3, 31, 0, 64, True, 1, "later"),
+        (64, 1, 1, 0, 64, True, 3, "ordered"),
         (576, 128, 130, 0, 64, False, 1, "ordered"),
     )
-] + [Problem(name, "f16", 128, 32, n_rows=3, n_keys=192, mean=Mean(100, True, 3, "ordered")) for name in ("tq3", "f16")]
+]
+MEANS += [
+    Problem(name, "f16", 128, 32, n_rows=n_rows, n_keys=192, twist=twist, mean=Mean(100, True, 3, "ordered"))
+    for name, n_rows, twist in (
+        *(("tq3", 3, ""), ("tq4", 2, "alibi"), ("q4_0", 1, "no mask"), ("iq4_nl", 6, "finite mask"), ("q8_0", 7, "")),
+        *(("f16", 8, "alibi"), ("f16", 9, "")),
+    )
+]
+# Pairs that all turn block by block, or all window by window; and positions that leave the table.
+MEANS += [
+    Problem("tq3", "tq4", n_rows=5, n_keys=140, mean=mean)
+    for mean in (
+        Mean(48, True, 2, "later", angles=(1, 0.1)),
+        Mean(48, False, 3, "later", angles=(1e-3, 1e-5)),
+        Mean(48, True, 1, "ordered", n_used=16),
+        Mean(48, False, 1, "around 0", n_used=32, n_unused=0),
+    )
+]
 PROBLEMS = list(dict.fromkeys(SAME + MIXED + HEADS + ROWS + KEYS + TWISTS + CAPPED + LARGEST + MEANS))
 # Where a run is slow: every type on either side, every tail of a tile, every twist, every number of rows in a pass.
 SELECTED = SAME + MIXED[:5] + ROWS[:4] + KEYS[::5] + TWISTS[::5] + CAPPED[::5] + MEANS
@@ -262,7 +211,7 @@ def attend(command: list, problem: Problem, data: Data, level: str) -> np.ndarra
     strides = [data.keys.shape[1] + gaps[0], data.values.shape[1] + gaps[1]]
     types = [TYPES.index(problem.type_k), TYPES.index(problem.type_v)]
     mean, table = problem.mean, problem.mean.table() if problem.mean else np.empty(0, np.float32)
-    shape = (mean.n_rot, mean.n_fast, mean.is_neox, mean.block_log2, mean.n_blocks) if mean else (0,) * 5
+    shape = (*mean.parameters[:3], mean.block_log2, mean.n_blocks) if mean else (0,) * 5
     sizes = [*types, problem.head_k, problem.head_v, problem.n_rows, problem.n_keys, *strides, *shape, table.nbytes]
     has_mask = (data.mask != 0).any(axis=1)
     parts = (

@@ -218,7 +218,7 @@ def change(key: str, value) -> dict:
 
 
 WRONG = {
-    "another version": (change("version", 2), "has version 2, and this tq-ggml reads 1"),
+    "another version": (change("version", 3), "has version 3, and this tq-ggml reads 2"),
     "no version": (change("version", None), "has version 0"),
     "a version of two numbers": (change("version", np.ones(2, np.uint32)), "tq_ggml.version is of a wrong type"),
     "another model": (change("model_digest", "0" * 64), "belongs to another model than tiny-"),

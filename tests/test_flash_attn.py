@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from cache_rows import attention, decode, encode, int8_queries, nmse
 from codec_tool import call
+from gguf import GGMLQuantizationType
+from key_mean import Mean
 
 from tq_ggml.cache_types import resolve
 
@@ -36,6 +38,7 @@ class Case(NamedTuple):
     layout: str = "cache"  # heads of a key side by side; or "heads": keys of a head; or "v in k": also in one buffer
     sinks: bool = False
     softcap: float = 0.0
+    mean: Mean | None = None
 
     def __str__(self) -> str:
         sizes = (self.n_head, self.n_head_kv, self.n_tokens, self.n_kv, self.n_seq)
@@ -45,7 +48,8 @@ class Case(NamedTuple):
             self.mask or "no mask",
             self.layout,
         ]
-        return "-".join(map(str, parts + ["sinks"] * self.sinks + [f"cap {self.softcap}"] * (self.softcap > 0)))
+        parts += ["sinks"] * self.sinks + [f"cap {self.softcap}"] * (self.softcap > 0)
+        return "-".join(map(str, parts + [self.mean] * (self.mean is not None)))
 
 
 class Data(NamedTuple):
@@ -56,6 +60,8 @@ class Data(NamedTuple):
     sinks: np.ndarray | None  # float32 (n_head,)
     scale: float
     max_bias: float
+    mean: np.ndarray  # float32 (3, n_head_kv, head_k): mean, crossed, start
+    positions: np.ndarray  # int32 (n_seq, n_kv)
 
 
 def make(case: Case) -> Data:
@@ -76,6 +82,8 @@ def make(case: Case) -> Data:
         rng.uniform(-3, 8, case.n_head).astype(np.float32) if case.sinks else None,
         case.head_k**-0.5,
         8.0 if case.mask == "alibi" else 0.0,
+        rng.standard_normal((3, case.n_head_kv, case.head_k)).astype(np.float32),
+        np.array([case.mean.positions(case.n_kv, rng) if case.mean else [0] * case.n_kv for _ in range(case.n_seq)]),
     )
 
 
@@ -114,6 +122,8 @@ def expected(case: Case, data: Data) -> np.ndarray:
     """float64 (n_seq, n_tokens, n_head, head_v)."""
     keys = decode(data.k, case.type_k)
     values = decode(np.ascontiguousarray(data.v), case.type_v)
+    for s, kv in np.ndindex(keys.shape[:2]):
+        keys[s, kv] += case.mean.at(data.positions[s], *data.mean[:, kv]) if case.mean else 0
     out = np.empty((case.n_seq, case.n_tokens, case.n_head, case.head_v))
     slope = slopes(case.n_head, data.max_bias)
     for s in range(case.n_seq):
@@ -150,32 +160,29 @@ def described(type_id: int, ne: tuple, nb: tuple, data: np.ndarray) -> bytes:
     return np.array([type_id, *ne, *nb, data.nbytes], "<i8").tobytes() + data.tobytes()
 
 
-ABSENT = np.array([-1] + [0] * 9, "<i8").tobytes()
+def plain(x: np.ndarray | None) -> bytes:
+    """A ggml tensor of an array as it is, or of what is not there."""
+    if x is None:
+        return np.array([-1] + [0] * 9, "<i8").tobytes()
+    ne = (1,) * (4 - x.ndim) + x.shape
+    nb = [x.itemsize * int(np.prod(ne[i:])) for i in (4, 3, 2, 1)]
+    kind = GGMLQuantizationType[f"{x.dtype.kind.upper()}{8 * x.itemsize}"]
+    return described(kind, ne[::-1], nb, np.ascontiguousarray(x))
 
 
 def packed(case: Case, data: Data) -> bytes:
     layout = "cache" if case.layout == "cache" else "heads"
     q_bytes = np.ascontiguousarray(data.q).view(np.uint8)
     parts = [np.array([data.scale, data.max_bias, case.softcap], "<f4").tobytes()]
+    parts.append(np.array(case.mean.parameters if case.mean else (0,) * 4, "<i4").tobytes())
     parts.append(tensor("f32", q_bytes, layout, 64, case.head_k))
-    parts.append(tensor(case.type_k, data.k, layout, 2 * 34, case.head_k))
+    parts.append(keys := tensor(case.type_k, data.k, layout, 2 * 34, case.head_k))
     # A sub-view of the keys has their strides: the gap is the rest of each row.
     parts.append(tensor(case.type_v, data.v, layout, 0 if layout == "cache" else 36, case.head_v))
     if case.layout == "v in k":
-        parts[-1] = sub_view(parts[2], case)
-    if data.mask is None:
-        parts.append(ABSENT)
-    else:
-        n3, n2, n1, n0 = data.mask.shape
-        parts.append(
-            described(resolve("f16").ggml_id, (n0, n1, n2, n3), (2, 2 * n0, 2 * n0 * n1, 2 * n0 * n1 * n2), data.mask)
-        )
-    if data.sinks is None:
-        parts.append(ABSENT)
-    else:
-        size = data.sinks.nbytes
-        parts.append(described(resolve("f32").ggml_id, (case.n_head, 1, 1, 1), (4, size, size, size), data.sinks))
-    return b"".join(parts)
+        parts[-1] = sub_view(keys, case)
+    cells_turns_mean = (data.positions, case.mean.table(), data.mean) if case.mean else (None,) * 3
+    return b"".join([*parts, *map(plain, (data.mask, data.sinks, *cells_turns_mean))])
 
 
 def sub_view(keys: bytes, case: Case) -> bytes:
@@ -214,23 +221,50 @@ CASES = [
     *(Case(name, name, n_head=4, n_head_kv=1, n_tokens=32, n_kv=5000) for name in ("tq4", "f16")),
     Case("tq4", "tq4", 128, 128, n_head=32, n_head_kv=8, n_tokens=160, n_kv=160, mask="window"),
 ]
-EACH_CASE = pytest.mark.parametrize("case", CASES, ids=str)
+MEANS = [
+    *(Case(name, name, mean=Mean(64, True, 3, "ordered", n_used=140)) for name in TYPES),
+    Case("tq4", "tq4", 128, 64, n_tokens=9, n_kv=700, mean=Mean(128, False, 3, "later", n_used=90)),
+    Case("tq3", "tq4", 64, 64, n_tokens=70, n_kv=333, layout="heads", mean=Mean(20, True, 2, "shuffled")),
+    Case("tq4", "tq3", n_tokens=8, n_kv=2000, mask="sequences", mean=Mean(64, True, 0, "sequences")),
+    *(
+        Case("tq4", "tq4", n_tokens=2, n_seq=3, n_kv=300, layout=layout, mean=Mean(64, is_neox, 3, "shuffled"))
+        for layout, is_neox in (("cache", True), ("heads", False))
+    ),
+    Case("tq4", "f16", n_head=6, n_tokens=4, mask="alibi", mean=Mean(16, False, 3, "far")),
+    Case("tq3", "tq3", n_tokens=4, mask="hidden", sinks=True, mean=Mean(64, True, 3, "around 0", n_used=140)),
+    Case("tq3", "q8_0", n_tokens=5, n_kv=300, mask="by head", softcap=20.0, mean=Mean(64, False, 1, "ordered")),
+    Case("tq4", "tq4", n_tokens=3, n_kv=600, mask="", mean=Mean(0, False, 3, "very far")),
+    Case("tq4", "tq4", 576, 512, 16, 1, 3, 600, layout="v in k", mean=Mean(64, False, 3, "ordered")),
+    Case("tq4", "tq4", 128, 128, 32, 8, 160, 160, mask="window", mean=Mean(128, True, 3, "ordered")),
+]
 # Keys split over threads, with partial results; rows alone; and a type whose rows are read in place.
-RACES = [CASES[1], CASES[5], CASES[7], *CASES[-3:]]
+RACES = [CASES[1], CASES[5], CASES[7], *CASES[-3:], MEANS[1]]
 
 
-@EACH_CASE
-def test_any_number_of_threads_gives_the_same(flash_attn_tool, case):
-    data = make(case)
+def check(case: Case, data: Data, found: list[np.ndarray]) -> None:
     want = expected(case, data)
-    (reference, *found), _ = compute(flash_attn_tool, case, data, "ref", *THREADS)
     for n_threads, result in zip(THREADS, found, strict=True):
         assert nmse(result, want) <= MAX_NMSE, f"{n_threads} threads"
         assert nmse(result, found[0].astype(np.float64)) <= MAX_NMSE_THREADS, f"{n_threads} threads"
-    assert nmse(found[0], reference.astype(np.float64)) <= MAX_NMSE_GGML
-    assert not np.array_equal(found[0], reference), "ggml's own operator ran in place of ours"
     if case.mask == "hidden":
         assert not found[0][:, [0, -1]].any(), "a token that sees no key must give zeros"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_number_of_threads_gives_the_same(flash_attn_tool, case):
+    data = make(case)
+    (reference, *found), _ = compute(flash_attn_tool, case, data, "ref", *THREADS)
+    check(case, data, found)
+    assert nmse(found[0], reference.astype(np.float64)) <= MAX_NMSE_GGML
+    assert not np.array_equal(found[0], reference), "ggml's own operator ran in place of ours"
+
+
+@pytest.mark.parametrize("case", MEANS, ids=str)
+def test_a_key_mean_is_added_back(flash_attn_tool, case):
+    """Which ggml's own operator does not know."""
+    data = make(case)
+    found, _ = compute(flash_attn_tool, case, data, *THREADS)
+    check(case, data, list(found))
 
 
 def test_the_switch_gives_f16_back_to_ggml_and_leaves_ours(flash_attn_tool):

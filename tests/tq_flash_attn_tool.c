@@ -1,17 +1,21 @@
 // tq_flash_attn_tool RUN... < problem > results: one FLASH_ATTN_EXT of the patched ggml on its CPU, computed once for
 // each RUN: a number of threads, or "ref" for ggml's own reference operator on one.
 //
-// problem: float scale, max_bias, softcap; then the tensors q, k, v, mask and sinks, each int64 type, ne[4], nb[4],
-// n_bytes and its bytes. A type of -1 is a tensor that is not there; mask and sinks may be. results: one after another,
+// problem: float scale, max_bias, softcap; the key mean's int32 n_rot, n_fast, is_neox, block; then the operator's
+// tensors q, k, v, mask, sinks, and of a key mean cells, turns and mean, each int64 type, ne[4], nb[4], n_bytes and its
+// bytes. A type of -1 is a tensor that is not there; all from mask on may be. results: one after another,
 // float[n_seq][n_tokens][n_head][head_v].
 //
 // Each tensor, the result and the work space lie in a buffer of their own, no larger than they must be.
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "tq_flash_attn.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+enum { N_SRC = TQ_SRC_MEAN + 1 };
 
 static void die(const char * why) {
     fprintf(stderr, "tq_flash_attn_tool: %s\n", why);
@@ -63,19 +67,25 @@ int main(int argc, char ** argv) {
     ggml_cpu_init();
     struct ggml_context * ctx = ggml_init((struct ggml_init_params){ .mem_size = 1 << 20, .no_alloc = true });
     float                 param[3];
+    int32_t               shape[4];
     read_or_die(param, sizeof(param));
-    struct ggml_tensor * src[5];
-    for (int i = 0; i < 5; i++) {
+    read_or_die(shape, sizeof(shape));
+    struct ggml_tensor * src[N_SRC];
+    for (int i = 0; i < N_SRC; i++) {
         src[i] = read_tensor(ctx);
     }
     struct ggml_tensor * out = ggml_flash_attn_ext(ctx, src[0], src[1], src[2], src[3], param[0], param[1], param[2]);
     ggml_flash_attn_ext_add_sinks(out, src[4]);
+    if (src[TQ_SRC_MEAN] != NULL) {
+        tq_flash_attn_set_mean(out, src[TQ_SRC_CELLS], src[TQ_SRC_TURNS], src[TQ_SRC_MEAN], shape[0], shape[1],
+                               shape[2], shape[3]);
+    }
     struct ggml_cgraph * graph = ggml_new_graph(ctx);
     ggml_build_forward_expand(graph, out);
     for (int i = 1; i < argc; i++) {
         compute(graph, out, argv[i]);
     }
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < N_SRC; i++) {
         free(src[i] ? src[i]->data : NULL);
     }
     ggml_free(ctx);

@@ -25,7 +25,7 @@ from tq_ggml.engine import Model
 from tq_ggml.errors import TqError
 from tq_ggml.gguf_check import GgufInfo, open_gguf
 
-VERSION = 1
+VERSION = 2
 """Of the metadata; another one is another meaning of the arrays."""
 
 SINKS = 4
@@ -42,7 +42,7 @@ DEFAULT_TEXT = "tq-ggml"
 DEFAULT_MAX_KLD = 0.03
 CHOICES = ("auto", "on", "off")
 _LAYER = re.compile(r"(layer\.([0-9]{1,4}))\.head_count_kv")
-_MOMENTS = {f.name: f"key_{f.name}" if f.name != "query_energy" else f.name for f in dataclasses.fields(KeyMoments)}
+_MOMENTS = {f.name: f.name if f.name.startswith("query") else f"key_{f.name}" for f in dataclasses.fields(KeyMoments)}
 
 
 class CalibrationError(TqError):
@@ -64,12 +64,15 @@ class Sums:
     n: int = 0
     total: np.ndarray | float = 0.0
     squares: np.ndarray | float = 0.0
+    products: np.ndarray | float = 0.0
 
-    def add(self, rows: np.ndarray) -> None:
-        """Add rows, float32 (n_tokens, n_head, head_size)."""
+    def add(self, rows: np.ndarray, rope: Rope | None = None) -> None:
+        """Add rows, float32 (n_tokens, n_head, head_size); with a ``rope``, also products of a channel and its partner."""
         self.n += len(rows)
         self.total = self.total + rows.sum(axis=0, dtype=np.float64)
         self.squares = self.squares + np.square(rows, dtype=np.float64).sum(axis=0)
+        if rope is not None:
+            self.products = self.products + (rows * rope.partners(rows)).sum(axis=0, dtype=np.float64)
 
     @property
     def mean(self) -> np.ndarray:
@@ -112,7 +115,10 @@ class Layer:
             return
         kept = positions >= SINKS
         positions, rows = positions[kept], rows[kept]
-        self.sums[kind].add(rows if kind == Rows.V else self.rope.turn_back(rows, positions))
+        if kind == Rows.V:
+            self.sums[kind].add(rows)
+        else:
+            self.sums[kind].add(self.rope.turn_back(rows, positions), self.rope)
         self.sample[kind].append(rows[::SAMPLE_EVERY].copy())
         if kind == Rows.K:
             self.positions.append(positions[::SAMPLE_EVERY].copy())
@@ -120,9 +126,16 @@ class Layer:
     def key_moments(self) -> KeyMoments:
         """The constants of key conditioning."""
         keys, queries = self.sums[Rows.K], self.sums[Rows.Q]
-        n_head_kv, head_size = keys.mean.shape
-        found = (keys.mean, self.starts.mean, keys.variance, _by_kv_head(queries.energy, n_head_kv))
-        return KeyMoments(*(array.astype(np.float32) for array in found))
+        n_head_kv = len(keys.mean)
+        found = {
+            "mean": keys.mean,
+            "start": self.starts.mean,
+            "variance": keys.variance,
+            "covariance": keys.products / keys.n - keys.mean * self.rope.partners(keys.mean),
+            "query_energy": _by_kv_head(queries.energy, n_head_kv),
+            "query_product": _by_kv_head(queries.products / queries.n, n_head_kv),
+        }
+        return KeyMoments(**{name: array.astype(np.float32) for name, array in found.items()})
 
 
 def _by_kv_head(energy: np.ndarray, n_head_kv: int) -> np.ndarray:

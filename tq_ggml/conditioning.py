@@ -26,13 +26,18 @@ class KeyMoments:
         mean: of keys before RoPE.
         start: of keys at position 0, the first token's.
         variance: of keys about that mean.
-        query_energy: mean square of the queries, over the heads that share a KV head.
+        covariance: of a channel's keys with those of its partner in the RoPE pair, the same in both; a channel without one
+            is its own partner.
+        query_energy: mean square of the queries before RoPE, over the heads that share a KV head.
+        query_product: the mean product of a query's channel with its partner, as ``covariance``.
     """
 
     mean: np.ndarray
     start: np.ndarray
     variance: np.ndarray
+    covariance: np.ndarray
     query_energy: np.ndarray
+    query_product: np.ndarray
 
 
 class Rows(IntEnum):
@@ -49,7 +54,9 @@ class _LayerConstants(ctypes.Structure):
         ("mean", ctypes.c_void_p),
         ("start", ctypes.c_void_p),
         ("variance", ctypes.c_void_p),
+        ("covariance", ctypes.c_void_p),
         ("query_energy", ctypes.c_void_p),
+        ("query_product", ctypes.c_void_p),
     ]
 
 
@@ -151,6 +158,12 @@ class Rope:
         out[..., self.pairs[1]] = second * cosine - first * sine
         return out
 
+    def partners(self, rows: np.ndarray) -> np.ndarray:
+        """Rows (..., head_size) with the two channels of every pair in each other's place."""
+        out = rows.copy()
+        out[..., self.pairs] = rows[..., self.pairs[::-1]]
+        return out
+
 
 MEAN_BLOCK = 8
 """Positions that share a mean (TQ_MEAN_BLOCK)."""
@@ -164,30 +177,37 @@ class KeyTransform:
     Args:
         moments: the layer's constants.
         rope: how its keys turn.
+        n_ctx: positions of the context, over which the scale is the best.
         block: positions that share a mean.
-        constant: the mean of an attention that does not add it back (any but ours over tq keys): that of the pairs
-            which turn less than a radian in ``block`` positions, the context.
+        constant: the mean of an attention that does not add it back (any but ours over tq keys): one for the whole
+            context, of the pairs which turn less than a radian in it.
 
     Attributes:
         scale: float64 (n_head_kv, head_size), positive, of geometric mean 1 in each head.
     """
 
-    def __init__(self, moments: KeyMoments, rope: Rope, block: int = MEAN_BLOCK, *, constant: bool = False) -> None:
-        self.moments, self.rope, self.block, self.constant = moments, rope, block, constant
-        share = common_share(rope.angle, block)
+    def __init__(
+        self, moments: KeyMoments, rope: Rope, n_ctx: int, block: int = MEAN_BLOCK, *, constant: bool = False
+    ) -> None:
+        self.moments, self.rope, self.n_ctx, self.constant = moments, rope, n_ctx, constant
+        self.block = n_ctx if constant else block
+        share = common_share(rope.angle, self.block)
         if constant:
-            share[rope.angle * block > 1] = 0
+            share[rope.angle * n_ctx > 1] = 0
         self.mean = moments.mean.astype(np.float64)
         self.mean[:, rope.pairs] *= share
         self.scale = self._scale()
 
     def _scale(self) -> np.ndarray:
-        left = self.moments.variance + self.moments.mean.astype(np.float64) ** 2 - self.mean**2
-        sides = [left, self.moments.query_energy.astype(np.float64)]
-        for side in sides:
-            floor = _SCALE_FLOOR * side.mean(axis=1, keepdims=True)
-            side[:, self.rope.pairs] = side[:, self.rope.pairs].mean(axis=1, keepdims=True)
-            side += floor
+        m, partners = self.moments, self.rope.partners
+        whole = m.mean.astype(np.float64)
+        left = m.variance + whole**2 - self.mean**2
+        shared = m.covariance + whole * partners(whole) - self.mean * partners(self.mean)
+        queries = m.query_energy.astype(np.float64), m.query_product.astype(np.float64)
+        sides = []
+        for squares, products in ((left, shared), queries):
+            floor = _SCALE_FLOOR * squares.mean(axis=1, keepdims=True)
+            sides.append(squares_with_rope(squares, products, self.rope, self.n_ctx) + floor)
         usable = (sides[0] > 0) & (sides[1] > 0)
         scale = np.where(usable, sides[0] / np.where(usable, sides[1], 1), 1) ** 0.25
         return scale / np.exp(np.log(scale).mean(axis=1, keepdims=True))
@@ -208,6 +228,26 @@ class KeyTransform:
     def restore(self, stored: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The inverse of `condition`, float64."""
         return stored * self.scale + self.mean_at(positions)
+
+
+def squares_with_rope(squares: np.ndarray, products: np.ndarray, rope: Rope, n: int) -> np.ndarray:
+    """Mean squares over the first ``n`` positions, of rows whose mean squares before RoPE are known.
+
+    The two values of a pair turn into each other: fast pairs come to share theirs, slow ones keep what they have.
+
+    Args:
+        squares, products: float64 (n_head, head_size), of the channel and with its partner in the pair.
+    """
+    turn = 2 * n * rope.angle
+    still = turn < 1e-6
+    safe = np.where(still, 1.0, turn)
+    cosine, sine = np.where(still, 1.0, np.sin(safe) / safe), np.where(still, 0.0, (1 - np.cos(safe)) / safe)
+    a, b = rope.pairs
+    between = (squares[:, a] + squares[:, b]) / 2
+    apart = (squares[:, a] - squares[:, b]) / 2 * cosine - products[:, a] * sine
+    out = squares.copy()
+    out[:, a], out[:, b] = np.maximum(between + apart, 0), np.maximum(between - apart, 0)
+    return out
 
 
 def common_share(angle: np.ndarray, n: int) -> np.ndarray:

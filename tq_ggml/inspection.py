@@ -116,7 +116,7 @@ class _Sample:
     def __init__(self, layer: Layer) -> None:
         self.positions = np.concatenate(layer.positions)
         self.keys, self.values, self.queries = (np.concatenate(layer.sample[kind]) for kind in Rows)
-        self.transform = KeyTransform(layer.key_moments(), layer.rope)
+        self.transform = KeyTransform(layer.key_moments(), layer.rope, _N_CTX)
         self.head_size, self.logit_scale = self.keys.shape[-1], layer.logit_scale
 
     def kurtosis(self) -> float:
@@ -140,6 +140,9 @@ class _Sample:
 
 
 # ---- prediction ----------------------------------------------------------------------------------------------------
+
+_N_CTX = 2048
+"""Of the contexts that predictions are for."""
 
 _PER_LOGIT_ERROR, _PER_VALUE_ERROR = 0.0140, 0.0300
 """Nats of KL divergence per unit of logit error variance and of value NMSE, summed over layers (docs/quality.md)."""

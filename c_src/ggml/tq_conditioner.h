@@ -23,6 +23,17 @@ inline int tq_second_of_pair(const tq_rope & rope, int i) {
     return rope.is_neox ? i + rope.n_rot / 2 : 2 * i + 1;
 }
 
+inline int tq_partner(const tq_rope & rope, int channel) {
+    const int half = rope.n_rot / 2;
+    return channel >= rope.n_rot ? channel : !rope.is_neox ? channel ^ 1 : channel < half ? channel + half : channel - half;
+}
+
+// A copy of tq_layer_constants.
+struct tq_stored_moments {
+    int                n_head_kv, head_size;
+    std::vector<float> mean, start, variance, covariance, query_energy, query_product;
+};
+
 // How far each pair has turned at each block of positions: tq_key_mean's table.
 struct tq_block_table {
     struct entry {
@@ -57,7 +68,7 @@ struct tq_conditioned_layer {
 
     // For graphs.
     ggml_tensor * scale_q         = nullptr;  // [head_size][n_head]
-    ggml_tensor * mean_over_scale = nullptr;  // [head_size][n_head_kv][2], TQ_POSITIONAL alone
+    ggml_tensor * mean_over_scale = nullptr;  // [head_size][n_head_kv][3], TQ_POSITIONAL alone
 
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
@@ -95,18 +106,13 @@ public:
     void * const        user;
 
 private:
-    struct stored {
-        int                n_head_kv, head_size;
-        std::vector<float> mean, start, variance, query_energy;
-    };
-
     std::unique_ptr<tq_conditioned_layer> make(const llama_cparams & cparams, int il, bool takes_mean);
-    tq_conditioned_mode                   mode_of(const stored & s, bool takes_mean) const;
+    tq_conditioned_mode                   mode_of(const tq_stored_moments & s, bool takes_mean) const;
     std::shared_ptr<const tq_block_table> table_for(const tq_rope & rope, int block, int n_positions);
 
     const llama_kv_cache &                               kv;
     int                                                  mean_block = TQ_MEAN_BLOCK;
-    std::map<int, stored>                                constants;
+    std::map<int, tq_stored_moments>                                constants;
     std::map<int, std::unique_ptr<tq_conditioned_layer>> layers;
     std::vector<std::shared_ptr<const tq_block_table>>   tables;
     std::map<std::pair<int32_t, int32_t>, tq_filtered>   filters;

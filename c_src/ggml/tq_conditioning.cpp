@@ -144,14 +144,20 @@ int tq_block_table::block_of(llama_pos position) const {
 
 // ---- a layer ----
 
-// A pair has one value, or Q'.K' would not turn with the position as Q.K does. And none is far below the head's mean: a
-// channel that calibration saw little of may yet be used.
-static void tie_and_floor(float * x, const tq_rope & rope, int head_size) {
+// Mean squares before RoPE to those over all positions of the context: the two values of a pair turn into each other, so fast
+// pairs come to share theirs, and slow ones keep what they have. None is left far below the head's mean: a channel that
+// calibration saw little of may yet be used.
+static void turn_squares(float * x, const float * products, const tq_rope & rope, int head_size, int n_ctx) {
     const float floor = SCALE_FLOOR * std::accumulate(x, x + head_size, 0.0f) / (float) head_size;
     for (int i = 0; i < rope.n_rot / 2; i++) {
-        float & a = x[tq_first_of_pair(rope, i)];
-        float & b = x[tq_second_of_pair(rope, i)];
-        a = b = 0.5f * (a + b);
+        const int    a = tq_first_of_pair(rope, i), b = tq_second_of_pair(rope, i);
+        const double turn    = 2.0 * n_ctx * rope.angle[i];
+        const double cosine  = turn < 1e-6 ? 1.0 : std::sin(turn) / turn;
+        const double sine    = turn < 1e-6 ? 0.0 : (1.0 - std::cos(turn)) / turn;
+        const double between = 0.5 * (x[a] + x[b]);
+        const double apart   = 0.5 * (x[a] - x[b]) * cosine - products[a] * sine;
+        x[a]                 = (float) std::max(between + apart, 0.0);
+        x[b]                 = (float) std::max(between - apart, 0.0);
     }
     for (int i = 0; i < head_size; i++) {
         x[i] += floor;
@@ -159,16 +165,22 @@ static void tie_and_floor(float * x, const tq_rope & rope, int head_size) {
 }
 
 // (variance / query energy)^1/4, of geometric mean 1. Of the mean, what stays in the keys counts as variance.
-static std::vector<float> scale_of(std::vector<float> variance, std::vector<float> query,
-                                   const std::vector<float> & whole, const std::vector<float> & taken,
-                                   const tq_rope & rope, int head_size) {
-    for (size_t i = 0; i < whole.size(); i++) {
-        variance[i] += whole[i] * whole[i] - (taken.empty() ? 0.0f : taken[i] * taken[i]);
-    }
+static std::vector<float> scale_of(const tq_stored_moments & moments, const std::vector<float> & taken,
+                                   const tq_rope & rope, int n_ctx) {
+    std::vector<float> variance = moments.variance, covariance = moments.covariance, query = moments.query_energy;
+    const int          head_size = moments.head_size;
+    const auto         square    = [](const std::vector<float> & x, size_t i, size_t j) {
+        return x.empty() ? 0.0f : x[i] * x[j];
+    };
     for (size_t head = 0; head < variance.size(); head += head_size) {
+        for (int i = 0; i < head_size; i++) {
+            const size_t at = head + i, partner = head + tq_partner(rope, i);
+            variance[at] += square(moments.mean, at, at) - square(taken, at, at);
+            covariance[at] += square(moments.mean, at, partner) - square(taken, at, partner);
+        }
         float *s = variance.data() + head, *q = query.data() + head, log_sum = 0.0f;
-        tie_and_floor(s, rope, head_size);
-        tie_and_floor(q, rope, head_size);
+        turn_squares(s, covariance.data() + head, rope, head_size, n_ctx);
+        turn_squares(q, moments.query_product.data() + head, rope, head_size, n_ctx);
         for (int i = 0; i < head_size; i++) {
             s[i] = s[i] > 0.0f && q[i] > 0.0f ? std::pow(s[i] / q[i], 0.25f) : 1.0f;
             log_sum += std::log(s[i]);
@@ -199,16 +211,20 @@ static void make_tensors(tq_conditioned_layer & l, int n_head) {
     const int head = l.head_size, group = n_head / l.n_head_kv;
     l.scale_q = new_tensor(l.ctx.get(), "tq_scale", head, n_head);
     if (l.mode == TQ_POSITIONAL) {
-        l.mean_over_scale = new_tensor(l.ctx.get(), "tq_mean", head, l.n_head_kv, 2);
+        l.mean_over_scale = new_tensor(l.ctx.get(), "tq_mean", head, l.n_head_kv, 3);
     }
     l.buffer.reset(allocate(l.ctx.get()));
     for (int h = 0; h < n_head; h++) {
         memcpy((float *) l.scale_q->data + (size_t) h * head, l.scale.data() + (size_t) (h / group) * head,
                head * sizeof(float));
     }
-    for (size_t i = 0; l.mean_over_scale != nullptr && i < l.mean.size(); i++) {
-        ((float *) l.mean_over_scale->data)[i]                 = l.mean[i] / l.scale[i];
-        ((float *) l.mean_over_scale->data)[i + l.mean.size()] = l.start[i] / l.scale[i];
+    const size_t n = l.mean.size();
+    for (size_t i = 0; l.mean_over_scale != nullptr && i < n; i++) {
+        float *      out     = (float *) l.mean_over_scale->data + i;
+        const size_t partner = i - i % head + tq_partner(l.table->rope, (int) (i % head));
+        out[0]               = l.mean[i] / l.scale[i];
+        out[n]               = l.mean[partner] / l.scale[i];
+        out[2 * n]           = l.start[i] / l.scale[i];
     }
 }
 
@@ -273,11 +289,13 @@ tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filte
     for (int i = 0; i < current_constants->n_layers; i++) {
         const tq_layer_constants & c = current_constants->layers[i];
         const size_t               n = (size_t) c.n_head_kv * c.head_size;
-        stored &                   s = constants[c.il];
+        tq_stored_moments &        s = constants[c.il];
         s.n_head_kv                  = c.n_head_kv;
         s.head_size                  = c.head_size;
         s.variance.assign(c.variance, c.variance + n);
+        s.covariance.assign(c.covariance, c.covariance + n);
         s.query_energy.assign(c.query_energy, c.query_energy + n);
+        s.query_product.assign(c.query_product, c.query_product + n);
         if (c.mean != nullptr) {
             s.mean.assign(c.mean, c.mean + n);
         }
@@ -317,7 +335,7 @@ static bool attends_with_ours(const llama_kv_cache & kv, int head_size) {
            access::flash_attention(kv) && head_size <= TQ_MAX_HEAD;
 }
 
-tq_conditioned_mode tq_conditioner::mode_of(const stored & s, bool takes_mean) const {
+tq_conditioned_mode tq_conditioner::mode_of(const tq_stored_moments & s, bool takes_mean) const {
     if (s.mean.empty()) {
         return TQ_SCALED;
     }
@@ -340,18 +358,18 @@ std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams &
         found->second.head_size != (int) hp.n_embd_head_k(il) || !rope_of(model, cparams, il, &rope)) {
         return layer;
     }
-    const stored & s = found->second;
+    const tq_stored_moments & s = found->second;
     layer->n_head_kv = s.n_head_kv;
     layer->head_size = s.head_size;
     layer->mode      = mode_of(s, takes_mean);
+    const int n_ctx  = (int) cparams.n_ctx_seq;
     if (layer->mode != TQ_SCALED) {
-        const int n_ctx = (int) cparams.n_ctx_seq;
         layer->mean     = s.mean;
         layer->table    = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx);
         damp_mean(layer->mean, *layer->table, s.head_size, layer->mode == TQ_POSITIONAL);
         layer->start = s.start.empty() ? layer->mean : s.start;
     }
-    layer->scale = scale_of(s.variance, s.query_energy, s.mean, layer->mean, rope, s.head_size);
+    layer->scale = scale_of(s, layer->mean, rope, n_ctx);
     for (float x : layer->scale) {
         layer->inverse.push_back(1.0f / x);
     }

@@ -1,7 +1,7 @@
 // Key conditioning: what a quantised KV cache stores is K' = (K - mean) / scale, what attends is Q' = Q * scale.
 //
 // mean and scale belong to a layer, KV head and channel, from a calibration run (docs/conditioning.md). The scale
-// cancels in Q'.K'; it is (key variance / query energy)^1/4, which makes the error of Q'.K' least. The mean is the one
+// cancels in Q'.K'; it is (key variance / query energy)^1/4, both as they are with RoPE over the context, which makes the error of Q'.K' least. The mean is the one
 // before RoPE, so it turns with the position: it is taken out in blocks of positions, and Q.mean, the same for all keys
 // of a block, is added to the logits by our attention (tq_flash_attn.c). Position 0 has a mean of its own: the first
 // token's key is much the same whatever the token, and attention goes back to it all the time. Where another operator
@@ -23,10 +23,12 @@ typedef struct {
     int32_t       il;
     int32_t       n_head_kv;
     int32_t       head_size;
-    const float * mean;          // of keys before RoPE; NULL: none is taken out
-    const float * start;         // of keys at position 0, where attention sinks are; NULL: as everywhere
-    const float * variance;      // of keys about it
-    const float * query_energy;  // mean square of the queries that attend them
+    const float * mean;           // of keys before RoPE; NULL: none is taken out
+    const float * start;          // of keys at position 0, where attention sinks are; NULL: as everywhere
+    const float * variance;       // of keys about it
+    const float * covariance;     // of a channel with its partner in the RoPE pair; a lone channel is its own
+    const float * query_energy;   // mean square of the queries that attend them, before RoPE
+    const float * query_product;  // mean product of a query's channel with its partner, as covariance
 } tq_layer_constants;
 
 typedef struct {

@@ -260,8 +260,10 @@ static void add_queries(const plan * p, const tq_attn * attn, const job * j, tq_
 static void run_job(const plan * p, const job * j, tq_attn_rows * rows, float * partials) {
     tq_attn attn = p->attn;
     if (p->mean != NULL) {
-        attn.key_mean.mean  = (const float *) p->mean->data + j->head_kv * p->mean->ne[0];
-        attn.key_mean.start = attn.key_mean.mean + p->mean->ne[0] * p->mean->ne[1];
+        const int64_t all     = p->mean->ne[0] * p->mean->ne[1];
+        attn.key_mean.mean    = (const float *) p->mean->data + j->head_kv * p->mean->ne[0];
+        attn.key_mean.crossed = attn.key_mean.mean + all;
+        attn.key_mean.start   = attn.key_mean.mean + 2 * all;
     }
     add_queries(p, &attn, j, rows);
     const int64_t seq_kv = j->seq / (p->n_seq / p->k->ne[3]);

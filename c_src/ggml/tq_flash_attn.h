@@ -40,7 +40,7 @@ static inline int tq_cache_type_of(enum ggml_type type) {
 // The mean that was taken out of the keys of an attention, as further sources of the operator (ggml uses five):
 //   cells  I32 [n_kv][n_stream]            the position of each key
 //   turns  F32 [window][n_windows]         tq_block_table
-//   mean   F32 [head_size][n_head_kv][2]   over the scale that the queries carry; then that of position 0 alone
+//   mean   F32 [head_size][n_head_kv][3]   tq_key_mean's mean, crossed and start, over the scale that queries carry
 // and as the last of its parameters the shape of the RoPE.
 enum { TQ_SRC_CELLS = 5, TQ_SRC_TURNS = 6, TQ_SRC_MEAN = 7 };
 enum { TQ_PARAM_N_ROT = 12, TQ_PARAM_N_FAST = 13, TQ_PARAM_IS_NEOX = 14, TQ_PARAM_MEAN_BLOCK = 15 };

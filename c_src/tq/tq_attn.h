@@ -34,13 +34,15 @@ typedef enum {
 #define TQ_MEAN_SPAN      (TQ_MEAN_WINDOW * TQ_MAX_MEAN_BLOCK)
 
 // A mean that was taken out of the keys and comes back as a term of the logits. It turns with the position as RoPE
-// turns keys, block by block; pairs that hardly turn, window by window. The table has for each window
+// turns keys, block by block; pairs that hardly turn, window by window: channel a of a pair is cos * mean[a] - sin *
+// crossed[a], channel b cos * mean[b] + sin * crossed[b]. The table has for each window
 //   [2 n_fast][TQ_MEAN_WINDOW]    of each block the cosines of the fast pairs, then the sines
 //   [n_rot - 2 n_fast]            cosines and sines of the others; zeros up to a multiple of TQ_MEAN_PAD
 typedef struct {
     const float * table;       // NULL: no mean was taken out
     const float * mean;        // [head_k], of the KV head that is attended
-    const float * start;       // the same for position 0 alone
+    const float * crossed;     // [head_k], what the sine takes from a channel's partner: its mean, where nothing is scaled
+    const float * start;       // [head_k], the mean at position 0 alone
     int           n_rot;       // channels that turn; the others' mean is the same for all keys
     int           n_fast;      // pairs, from the first on, that turn with the block
     bool          is_neox;     // pairs are (i, i + n_rot / 2), else (2 i, 2 i + 1)

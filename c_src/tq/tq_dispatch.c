@@ -295,7 +295,7 @@ static float product(const float * x, const float * y, int first, int end) {
     return sum;
 }
 
-// query . (mean turned by an angle) is, for each pair, cos * (qa ma + qb mb) + sin * (qb ma - qa mb).
+// query . (mean turned by an angle) is, for each pair, cos * (qa ma + qb mb) + sin * (qb cb - qa ca).
 static void turn_query(const tq_key_mean * m, int head_k, const float * query, float * turned, float * fixed) {
     const int half = m->n_rot / 2, n_fast = m->n_fast, n_slow = half - n_fast;
     memset(turned, 0, (size_t) (2 * n_fast + tq_mean_slow(m)) * sizeof(float));
@@ -304,7 +304,7 @@ static void turn_query(const tq_key_mean * m, int head_k, const float * query, f
         const int b                      = m->is_neox ? i + half : 2 * i + 1;
         float *   to                     = i < n_fast ? turned + i : turned + n_fast + i;
         to[0]                            = query[a] * m->mean[a] + query[b] * m->mean[b];
-        to[i < n_fast ? n_fast : n_slow] = query[b] * m->mean[a] - query[a] * m->mean[b];
+        to[i < n_fast ? n_fast : n_slow] = query[b] * m->crossed[b] - query[a] * m->crossed[a];
     }
     *fixed = product(query, m->mean, m->n_rot, head_k);
 }
