@@ -257,8 +257,8 @@ def stored_keys(context: Context, n_cells: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("cache_type", "limit"), [("tq4", 0.013), ("q8_0", 1e-4)])
 def test_the_engine_stores_what_key_transform_says(model, calibrated, cache_type, limit):
-    """Of q8_0 the mean is the constant one, and llama.cpp rotates what it stores. tq4 alone has an NMSE of 0.006, and the
-    mean of slow pairs is that of their window."""
+    """Of q8_0 the mean is the constant one, and llama.cpp rotates what it stores. tq4 alone has 0.006, and slow
+    pairs have the mean of their window."""
     tokens, found, is_ours = cut_tokens(model, default_text(), 64), {}, cache_type == "tq4"
 
     def keep(batch) -> None:

@@ -67,7 +67,7 @@ class Sums:
     products: np.ndarray | float = 0.0
 
     def add(self, rows: np.ndarray, rope: Rope | None = None) -> None:
-        """Add rows, float32 (n_tokens, n_head, head_size); with a ``rope``, also products of a channel and its partner."""
+        """Add rows, float32 (n_tokens, n_head, head_size); with a ``rope`` also products of partners."""
         self.n += len(rows)
         self.total = self.total + rows.sum(axis=0, dtype=np.float64)
         self.squares = self.squares + np.square(rows, dtype=np.float64).sum(axis=0)

@@ -26,8 +26,7 @@ class KeyMoments:
         mean: of keys before RoPE.
         start: of keys at position 0, the first token's.
         variance: of keys about that mean.
-        covariance: of a channel's keys with those of its partner in the RoPE pair, the same in both; a channel without one
-            is its own partner.
+        covariance: of a channel's keys with those of its partner in the RoPE pair; one without is its own partner.
         query_energy: mean square of the queries before RoPE, over the heads that share a KV head.
         query_product: the mean product of a query's channel with its partner, as ``covariance``.
     """
