@@ -11,8 +11,9 @@ Options and their defaults:
     k, v         f16     codec of keys and of values: f16, q8_0, q4_0, tq4, tq3, trellis4, trellis3, noise:SIZE
     mean         8       key mean: none, const (what positions of the calibration share), slow (pairs that turn less
                          than a radian in the context), or the number of positions that share a mean
-    scale        tied    key/query balance: none, tied (one scale per RoPE pair), free, matrix (d x d), slow_matrix
-                         (d x d over the slow pairs)
+    scale        context key/query balance: none, tied (one scale per RoPE pair), free (as the calibration's positions
+                         have it), context (as all positions of the context have it), matrix (d x d), slow_matrix (d x d
+                         over the slow pairs)
     shrink       0.01    of scale: share of the mean that every channel gets; of a matrix: weight of its diagonal
     rotation     32      size of the WHT; 0 for none; signs=0 leaves its signs out
     v_rotation   32
@@ -45,7 +46,7 @@ import numpy as np
 
 from tq_ggml import codebooks, evaluation, kernels, models, texts
 from tq_ggml.calibration import SINKS, STARTS, cut_tokens, default_text
-from tq_ggml.conditioning import Batch, Rope, Rows, filtering, layer_rope
+from tq_ggml.conditioning import Batch, Rope, Rows, filtering, layer_rope, squares_with_rope
 from tq_ggml.engine import Context, Model
 from tq_ggml.errors import TqError
 
@@ -57,7 +58,7 @@ class Recipe:
     k: str = "f16"
     v: str = "f16"
     mean: str = "8"
-    scale: str = "tied"
+    scale: str = "context"
     shrink: float = 0.01
     rotation: int = 32
     v_rotation: int = 32
@@ -76,7 +77,7 @@ class Recipe:
 
     ALLOWED: ClassVar[dict[str, str]] = {
         "mean": r"none|const|slow|[1-9][0-9]{0,5}",
-        "scale": "none|tied|free|matrix|slow_matrix",
+        "scale": "none|tied|free|context|matrix|slow_matrix",
         "rotation": "0|1|2|4|8|16|32|64|128|256",
         "v_rotation": "0|1|2|4|8|16|32|64|128|256",
         "v_scale": "none|wo",
@@ -321,21 +322,21 @@ class LayerFilter:
     """What a recipe makes of one layer's keys and values."""
 
     def __init__(self, recipe: Recipe, sample: Sample, n_ctx: int, wo: np.ndarray | None, wide: bool) -> None:
-        self.recipe, self.sample = recipe, sample
+        self.recipe, self.sample, self.n_ctx = recipe, sample, n_ctx
         self.k_codec = codec_of("q8_0" if wide else recipe.k, recipe)
         self.v_codec = codec_of("q8_0" if wide else recipe.v, recipe, recipe.v_rotation)
-        self.mean, self.block = self._key_mean(n_ctx)
+        self.mean, self.block = self._key_mean()
         self.forward, self.backward = self._transform()
         values = sample.rows[Rows.V]
         self.v_mean = values.mean(axis=0) if recipe.v_mean else np.zeros(values.shape[1:], np.float32)
         self.v_scale = self._value_scale(values - self.v_mean, wo)
 
-    def _key_mean(self, n_ctx: int) -> tuple[np.ndarray, int]:
+    def _key_mean(self) -> tuple[np.ndarray, int]:
         """The mean before RoPE with each pair damped to what a block shares, and the positions of a block."""
         rope, mean = self.sample.rope, self.sample.keys.mean(axis=0)
         if self.recipe.mean == "none":
             return np.zeros_like(mean), 1
-        block = int(self.recipe.mean) if self.recipe.mean.isdecimal() else n_ctx
+        block = int(self.recipe.mean) if self.recipe.mean.isdecimal() else self.n_ctx
         if self.recipe.mean == "const":
             block = len(self.sample.positions) + SINKS
         with np.errstate(invalid="ignore"):
@@ -376,6 +377,8 @@ class LayerFilter:
         if self.recipe.scale == "slow_matrix":
             return balance(*(self._slow_only(m) for m in (k, q)), self.recipe.shrink)
         diagonals = [np.diagonal(m, axis1=1, axis2=2).copy() for m in (k, q)]
+        if self.recipe.scale == "context":
+            diagonals = self._over_the_context()
         for x in diagonals:
             if self.recipe.scale == "tied":
                 pairs = self.sample.rope.pairs
@@ -384,6 +387,17 @@ class LayerFilter:
         scale = (diagonals[0] / diagonals[1]) ** 0.25
         scale /= np.exp(np.log(scale).mean(axis=1, keepdims=True))
         return tuple(np.einsum("hi,ij->hij", s, np.eye(d)).astype(np.float32) for s in (1 / scale, scale))
+
+    def _over_the_context(self) -> list[np.ndarray]:
+        """The diagonals of `_moments`, of all positions there are."""
+        rope, keys = self.sample.rope, self.sample.keys - self.mean
+        queries = rope.turn_back(self.sample.rows[Rows.Q], self.sample.positions)
+        found = []
+        for rows in (keys, queries):
+            per_head = rows.reshape(*keys.shape[:2], -1, keys.shape[2]).astype(np.float64)
+            squares, products = ((per_head * x).mean(axis=(0, 2)) for x in (per_head, rope.partners(per_head)))
+            found.append(squares_with_rope(squares, products, rope, self.n_ctx))
+        return found
 
     def _slow_only(self, m: np.ndarray) -> np.ndarray:
         """The diagonal, tied in pairs, and what slow pairs have in common."""

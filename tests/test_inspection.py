@@ -341,7 +341,7 @@ def test_every_option_of_the_lab(tiny, text, monkeypatch, capsys):
     codecs = ("f16", "q8_0", "q4_0", "tq4", "tq3", "noise:0.1")
     recipes = [f"k={codec},v={codec}" for codec in codecs]
     recipes += [f"k=tq4,mean={mean}" for mean in ("none", "const", "slow", "1", "64")]
-    recipes += [f"k=tq4,scale={scale}" for scale in ("none", "tied", "free", "matrix", "slow_matrix")]
+    recipes += [f"k=tq4,scale={scale}" for scale in ("none", "tied", "free", "context", "matrix", "slow_matrix")]
     recipes += ["k=tq4,rotation=64,search=0,fit=unbiased", "k=q8_0,v=tq3,rotation=0,v_rotation=16,signs=0,block=16"]
     recipes += ["v=tq4,v_mean=1,v_scale=wo,v_gain=1.01", "k=tq3,sink=1,first=4,wide=1,gain=0.99,shrink=0.1"]
     recipes = [f"{recipe},tokens=40" for recipe in recipes]
