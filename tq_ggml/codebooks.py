@@ -152,6 +152,27 @@ def lloyd_max(bits: int, d: float | None = None) -> np.ndarray:
     return np.array(_lloyd_max(int(bits), None if math.isinf(d) else d))
 
 
+def uniform(bits: int, d: float | None = None) -> np.ndarray:
+    """Magnitudes of the best uniform quantiser, for comparison: ½, 1½, 2½ ... of the step with the least D_mse.
+
+    Args, returns, raises: as `lloyd_max`.
+    """
+    _check_bits(bits)
+    odd = np.arange(2 ** (bits - 1)) + 0.5
+    low, high = (edge / len(odd) for edge in (0.1, min(support(d), 8.0)))
+    inner = (math.sqrt(5) - 1) / 2
+    for _ in range(60):  # golden section: D_mse has one minimum in the step
+        a, b = high - inner * (high - low), low + inner * (high - low)
+        low, high = (low, b) if distortion(a * odd, d) < distortion(b * odd, d) else (a, high)
+    return (low + high) / 2 * odd
+
+
+def golden_signs(n: int) -> np.ndarray:
+    """``n`` fixed pseudo-random signs, float64 ±1: minus where the top bit of a golden-ratio hash of i+1 is set."""
+    hashed = (np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN_RATIO_32)) & np.uint64(0xFFFFFFFF)
+    return np.where(hashed >> np.uint64(31), -1.0, 1.0)
+
+
 def _companded_start(count: int, d: float | None) -> np.ndarray:
     """Levels of the density f^(1/3), which is optimal for many levels (Panter and Dite, 1951)."""
     x = np.linspace(0, min(support(d), 8.0), 4001)
@@ -263,5 +284,5 @@ def _bucket_errors(levels: np.ndarray, ratios: np.ndarray) -> np.ndarray:
 
 
 def sign_mask() -> int:
-    """32 fixed pseudo-random signs, bit i set to negate element i: the top bits of a golden-ratio hash of i+1."""
-    return sum((((i + 1) * GOLDEN_RATIO_32 & 0xFFFFFFFF) >> 31) << i for i in range(32))
+    """The 32 `golden_signs` of a block, bit i set to negate element i."""
+    return sum(1 << i for i in np.flatnonzero(golden_signs(32) < 0).tolist())

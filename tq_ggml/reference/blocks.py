@@ -88,10 +88,31 @@ def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
         ValueError: the last axis is not a whole number of blocks; unknown type.
     """
     name, size = _block_type(type_name)
-    data = _array(data, np.uint8, size, f"bytes of a {name} block")
-    codes = _unpack(data.reshape(-1, size), name)
-    y = _values(codes, block_table(_BITS[name]).levels)
-    return unrotate(y).reshape(*data.shape[:-1], data.shape[-1] // size * BLOCK)
+    values = unrotate(rotated_values(unpack(data, name), name))
+    return values.reshape(*data.shape[:-1], data.shape[-1] // size * BLOCK)
+
+
+def unpack(data: np.ndarray, type_name: str) -> Codes:
+    """The scales and codes of what `quantize`, the kernels or the engine wrote.
+
+    Args:
+        data: uint8 (..., n/32 · type size).
+        type_name: "tq3" or "tq4", or an alias.
+
+    Returns:
+        `Codes` of all blocks in order, m = data.size / type size; `rotated_values` tells what they stand for.
+
+    Raises:
+        TypeError, ValueError: as `dequantize`.
+    """
+    name, size = _block_type(type_name)
+    return _unpack(_array(data, np.uint8, size, f"bytes of a {name} block").reshape(-1, size), name)
+
+
+def rotated_values(codes: Codes, type_name: str) -> np.ndarray:
+    """What `unpack` found as float32 (m, 32), still rotated: ±level · scale / 32."""
+    name, _ = _block_type(type_name)
+    return _values(codes, block_table(_BITS[name]).levels)
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
