@@ -265,7 +265,7 @@ class Uniform(Method):
         """(groups, size, values that each have parameters of their own)."""
         if self.per == "channel":
             return x.reshape(-1, self.size, self.d)
-        return x.reshape(len(x), -1, self.size).transpose(0, 2, 1)
+        return x.reshape(len(x), self.d // self.size, self.size).transpose(0, 2, 1)
 
     def decompress(self, c: Compressed) -> np.ndarray:
         low, step = (c[name].astype(np.float64)[:, None] for name in ("low", "step"))

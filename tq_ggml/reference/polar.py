@@ -30,7 +30,7 @@ def angle_levels(bits: int, low: float, high: float, power: float, twice: bool =
         levels = sums / weights
         inner = ((levels[1:] + levels[:-1]) / 2 - low) / (high - low) * 20000
         moved, edges = np.abs(inner - edges[1:-1]).max(initial=0), np.concatenate([[0.0], inner, [20000.0]])
-        if moved < 1e-7:
+        if moved < 1e-4:
             break
     return levels
 
@@ -148,7 +148,7 @@ class PolarRecursive(Method):
         for i, levels in reversed(list(enumerate(self.levels))):
             angle = levels[c[f"angle {i + 1}"]]
             pair = radius * np.cos(angle), radius * np.sin(angle)
-            radius = np.stack(pair, axis=-1).reshape(len(radius), -1)
+            radius = np.stack(pair, axis=-1).reshape(len(radius), 2 * radius.shape[1])
         return self.rotation.inverse(radius)
 
     @property

@@ -32,8 +32,8 @@ class Haar:
     """
 
     def __init__(self, d: int, seed: int = 0) -> None:
-        # The 0 keeps it apart from data that somebody draws with the same seed.
-        q, r = np.linalg.qr(np.random.default_rng([seed, 0]).standard_normal((d, d)))
+        # The 2 keeps it apart from data that somebody draws with the same seed, and from the S of QJL.
+        q, r = np.linalg.qr(np.random.default_rng([seed, 2]).standard_normal((d, d)))
         self.matrix = q * np.sign(np.diagonal(r))
 
     def forward(self, x: np.ndarray) -> np.ndarray:
@@ -71,7 +71,9 @@ class Hadamard:
         return self._transform(y) * self.signs
 
     def _transform(self, x: np.ndarray) -> np.ndarray:
-        return walsh_hadamard(x.reshape(*x.shape[:-1], -1, self.block)).reshape(x.shape) / np.sqrt(self.block)
+        return walsh_hadamard(x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)).reshape(
+            x.shape
+        ) / np.sqrt(self.block)
 
 
 def walsh_hadamard(x: np.ndarray) -> np.ndarray:
