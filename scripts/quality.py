@@ -14,10 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pages import markdown, put_in
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "quality"
 DOCUMENT = ROOT / "docs" / "quality.md"
-BEGIN, END = "<!-- scripts/quality.py: begin -->\n", "<!-- scripts/quality.py: end -->\n"
 
 MODELS = {"smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma-3-270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 _PERPLEXITY = ["perplexity", "--text", "Persuasion"]
@@ -65,11 +66,6 @@ def load(model: str, step: str) -> dict[str, dict]:
     return {r["type_k"] if r["type_k"] == r["type_v"] else f"{r['type_k']}/{r['type_v']}": r for r in rows}
 
 
-def table(headers: list[str], rows: list[list[str]]) -> str:
-    lines = [headers, ["-"] * len(headers), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
-
-
 def kld(row: dict | None) -> str:
     return f"{row['kld']:.4f} ± {row['kld_err']:.4f}" if row else "–"
 
@@ -92,7 +88,7 @@ def short_table() -> str:
         found = [load(model, step).get(name) for model in MODELS]
         cells = [f"{kld(r)}, {100 * r['same_top']:.1f} %, {r['ppl']:.2f}" if r else "–" for r in found]
         rows.append([label, *cells])
-    return table(["KL divergence, same top token, PPL", *MODELS.values()], rows)
+    return markdown(["KL divergence, same top token, PPL", *MODELS.values()], rows)
 
 
 def long_table() -> str:
@@ -103,7 +99,7 @@ def long_table() -> str:
             row, short = load(model, "long").get(name), load(model, "auto").get(name)
             cells.append(f"{kld(row)} ({row['kld'] / short['kld']:.2f}x)" if row and short else "–")
         rows.append([name, *cells])
-    return table(["1 window of 8192 (over 4 of 2048)", *MODELS.values()], rows)
+    return markdown(["1 window of 8192 (over 4 of 2048)", *MODELS.values()], rows)
 
 
 def behaviour_table() -> str:
@@ -116,16 +112,14 @@ def behaviour_table() -> str:
         ]
         for name, r in load(BEHAVIOUR_MODEL, "behaviour").items()
     ]
-    return table(["type", "passkey 1024", "4096", "8192", "tokens as with f16", "same answers"], rows)
+    return markdown(["type", "passkey 1024", "4096", "8192", "tokens as with f16", "same answers"], rows)
 
 
 def render() -> None:
     """Put the tables between the marks of docs/quality.md."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN, 1)
-    tail = rest.split(END, 1)[1]
-    tables = f"{short_table()}{long_table()}{MODELS[BEHAVIOUR_MODEL]}, 40 prompts:\n\n{behaviour_table()}"
-    DOCUMENT.write_text(head + BEGIN + tables + END + tail, encoding="utf-8")
+    tables = f"{short_table()}\n{long_table()}\n{MODELS[BEHAVIOUR_MODEL]}, 40 prompts:\n\n{behaviour_table()}\n"
+    text = put_in(DOCUMENT.read_text(encoding="utf-8"), "scripts/quality.py", tables)
+    DOCUMENT.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

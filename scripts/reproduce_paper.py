@@ -13,33 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from pages import markdown, put_in
 from paper_experiments import EXPERIMENTS, RECALL_AT, Table
 from tq_ggml import codebooks
 from tq_ggml.errors import TqError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 FULL = 4
-
-
-def cell(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
-
-
-def markdown(table: Table) -> str:
-    lines = [table.headers, ["-"] * len(table.headers), *([cell(x) for x in row] for row in table.rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def put_in(text: str, name: str, table: str) -> str:
-    """The page with a table between its marks.
-
-    Raises:
-        TqError: the page has no marks of that name.
-    """
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-    if begin not in text or end not in text:
-        raise TqError(f"docs/paper.md has no marks {begin.strip()} and {end.strip()}")
-    return text.split(begin)[0] + begin + table + end + text.split(end, 1)[1]
 
 
 # ---- plots ---------------------------------------------------------------------------------------------------------
@@ -115,14 +95,14 @@ def run(args: argparse.Namespace) -> None:
         print(f"{name} ...", file=sys.stderr)
         tables[name] = EXPERIMENTS[name](1 if args.quick else FULL)
         if not args.json:
-            print(f"\n{name}\n\n{markdown(tables[name])}")
+            print(f"\n{name}\n\n{markdown(*tables[name])}")
     if args.json:
         print(json.dumps({name: table._asdict() for name, table in tables.items()}, ensure_ascii=False))
     if not args.quick:
         page = DOCS / "paper.md"
         text = page.read_text(encoding="utf-8")
         for name, table in tables.items():
-            text = put_in(text, name, markdown(table))
+            text = put_in(text, name, markdown(*table))
         page.write_text(text, encoding="utf-8")
         if not args.only:
             draw(tables, DOCS)
