@@ -49,6 +49,7 @@ from tq_ggml.calibration import SINKS, STARTS, cut_tokens, default_text
 from tq_ggml.conditioning import Batch, Rope, Rows, filtering, layer_rope, squares_with_rope
 from tq_ggml.engine import Context, Model
 from tq_ggml.errors import TqError
+from tq_ggml.reference import Hadamard
 
 
 @dataclass(frozen=True)
@@ -112,27 +113,16 @@ class Recipe:
 Codec = Callable[[np.ndarray], np.ndarray]
 
 
-@functools.cache
-def hadamard(size: int, signs: bool) -> np.ndarray:
-    """The orthonormal transform of ``size`` channels; its transpose is its inverse."""
-    h = np.ones((1, 1))
-    while len(h) < size:
-        h = np.block([[h, h], [h, -h]])
-    mask = codebooks.sign_mask()
-    flip = [-1.0 if signs and mask >> (i % 32) & 1 else 1.0 for i in range(size)]
-    return (h / np.sqrt(size) * flip).astype(np.float32)
-
-
 def rotated(codec: Codec, size: int, signs: bool) -> Codec:
     """``codec`` between a rotation of ``size`` channels (the largest power of two in the head, at most) and back."""
+    if size == 0:
+        return codec
 
     def run(x: np.ndarray) -> np.ndarray:
-        if size == 0:
-            return codec(x)
-        n = min(size, x.shape[-1] & -x.shape[-1])
-        h = hadamard(n, signs)
-        turned = x.reshape(-1, n) @ h.T
-        return (codec(np.ascontiguousarray(turned.reshape(x.shape))).reshape(-1, n) @ h).reshape(x.shape)
+        d = x.shape[-1]
+        rotation = Hadamard(d, min(size, d & -d), signs)
+        turned = rotation.forward(x).astype(np.float32)
+        return rotation.inverse(codec(turned)).astype(np.float32)
 
     return run
 
