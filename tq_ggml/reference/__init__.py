@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from tq_ggml.reference.blocks import (
     BLOCK,
+    MAX_INPUT,
     SIGNS,
     Codes,
     dequantize,
@@ -57,6 +58,7 @@ the methods with a second stage 2 at least, as PolarQuant's recursive form."""
 
 __all__ = [
     "BLOCK",
+    "MAX_INPUT",
     "METHODS",
     "QJL",
     "SIGNS",
