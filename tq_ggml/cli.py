@@ -267,6 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("perplexity", "Perplexity and KL divergence against an f16 cache.", shared, measuring)
     add("bench", "Prefill and decode tokens per second at depths.", shared, measuring)
     _add_chat(add("chat", "Talk to a model in the terminal, or line by line over a pipe.", shared))
+    _add_serve(add("serve", "An OpenAI-compatible server (llama-cpp-python's) with this cache.", shared))
     _add_calibrate(add("calibrate", "Gather the constants that condition a model's keys.", calibrating))
     _add_inspect(
         add("inspect", "What a model's keys and values are like, and what cache types do to them.", calibrating)
@@ -329,6 +330,35 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_whole(0, 2**32 - 1), metavar="N", help="repeat the same replies")
     parser.add_argument("--system", type=_readable, metavar="TEXT", help="system prompt")
     parser.add_argument("--prompt", type=_readable, metavar="TEXT", help="answer this and leave")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--n-ctx", "--ctx", type=_whole(16), metavar="N", help="context (default: 4096, or the model's limit)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_whole(0, 65535), default=8000, help="0 for a free one (default: %(default)s)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("TQ_GGML_API_KEY"),
+        metavar="KEY",
+        help="clients must send it (default: the environment's TQ_GGML_API_KEY, else none)",
+    )
+    parser.add_argument("--alias", metavar="NAME", help="the model's name for clients (default: the file's)")
+    parser.add_argument("--chat-format", metavar="NAME", help="of llama-cpp-python (default: the model's template)")
+    parser.add_argument("--embedding", action="store_true", help="serve /v1/embeddings")
+    parser.add_argument(
+        "--queue", type=_whole(0, 1000), default=8, metavar="N", help="requests that may wait (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--drain", type=_whole(0, 3600), default=30, metavar="S", help="seconds for answers to finish on SIGTERM"
+    )
+    parser.add_argument(
+        "--max-body", type=_whole(1024, 1 << 30), default=4 << 20, metavar="BYTES", help="largest request"
+    )
+    parser.add_argument(
+        "--origin", action="append", default=[], metavar="URL", help="a web page's origin that may call the server"
+    )
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:

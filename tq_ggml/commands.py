@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,22 +205,43 @@ def chat(args: argparse.Namespace) -> None:
     from tq_ggml.llama import Llama
 
     path = resolve_model(args.model)
-    llama = Llama(
-        path,
-        cache_type=args.cache_type,
-        cache_type_k=args.cache_type_k,
-        cache_type_v=args.cache_type_v,
-        calibration=args.calibration,
-        n_ctx=args.n_ctx or min(DEFAULT_CHAT_CTX, check_gguf(path).n_ctx_train),
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-    )
+    llama = Llama(path, **_engine_options(args, path))
     sampling = {"temperature": args.temp} | ({} if args.seed is None else {"seed": args.seed})
     with contextlib.closing(llama):
         if not any(key.startswith("tokenizer.chat_template") for key in llama.metadata):
             _note(f"warning: the model has no chat template; replies may be poor in the format of {llama.chat_format}")
         talk = Chat(llama, system=args.system, max_tokens=args.max_tokens, sampling=sampling, note=_note)
         run_chat(talk, args.prompt)
+
+
+def _engine_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """What chat and serve pass to `tq_ggml.Llama`."""
+    return {
+        "cache_type": args.cache_type,
+        "cache_type_k": args.cache_type_k,
+        "cache_type_v": args.cache_type_v,
+        "calibration": args.calibration,
+        "n_ctx": args.n_ctx or min(DEFAULT_CHAT_CTX, check_gguf(path).n_ctx_train),
+        "n_threads": args.threads,
+        "n_threads_batch": args.threads,
+        "chat_format": getattr(args, "chat_format", None),
+    }
+
+
+def serve(args: argparse.Namespace) -> None:
+    """``tq-ggml serve``."""
+    from tq_ggml import server  # needs packages that nothing else needs
+
+    path = resolve_model(args.model)
+    with contextlib.closing(server.listen(args.host, args.port)) as sock:
+        server.warn_if_open(args.host, args.api_key)
+        llama = server.ServedLlama(path, **_engine_options(args, path), **server.embedding_options(args.embedding))
+        with contextlib.closing(llama):
+            alias = args.alias or path.name
+            limits = {"queue": args.queue, "max_body": args.max_body, "origins": args.origin}
+            app = server.make_app(llama, alias, api_key=args.api_key, **limits)
+            print(f"tq-ggml: {alias} at {server.address(sock)}/v1", file=sys.stderr, flush=True)
+            server.run(app, sock, drain=args.drain)
 
 
 def doctor(args: argparse.Namespace) -> int:
