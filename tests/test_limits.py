@@ -42,13 +42,13 @@ def test_header_arithmetic_is_what_the_engine_allocates(tiny_gguf, n_head_kv, pa
         assert context.n_ctx == 768
         allocated = (context.kv_bytes_k, context.kv_bytes_v)
         assert limits.kv_bytes_at_most(model.info, key, value, 700) == allocated
-        assert limits._engine_kv_bytes(model.path, key, value, 700) == allocated
+        assert limits.planned_kv_bytes(model.path, key, value, 700) == allocated
 
 
 def test_dry_run_extrapolates_exactly(tiny_gguf):
     info = check_gguf(tiny_gguf())
     n_ctx = 3 * limits._PROBE + 100
-    planned = limits._engine_kv_bytes(info.path, F16, F16, n_ctx)
+    planned = limits.planned_kv_bytes(info.path, F16, F16, n_ctx)
     assert planned == limits.kv_bytes_at_most(info, F16, F16, n_ctx)
 
 

@@ -268,6 +268,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("bench", "Prefill and decode tokens per second at depths.", shared, measuring)
     _add_chat(add("chat", "Talk to a model in the terminal, or line by line over a pipe.", shared))
     _add_serve(add("serve", "An OpenAI-compatible server (llama-cpp-python's) with this cache.", shared))
+    _add_fit(add("fit", "What a model and its cache take, and the longest context that fits."))
     _add_calibrate(add("calibrate", "Gather the constants that condition a model's keys.", calibrating))
     _add_inspect(
         add("inspect", "What a model's keys and values are like, and what cache types do to them.", calibrating)
@@ -359,6 +360,24 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--origin", action="append", default=[], metavar="URL", help="a web page's origin that may call the server"
     )
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name that `tq-ggml models` lists")
+    parser.add_argument("--memory", type=_memory, metavar="SIZE", help="such as 8G (default: what is free)")
+    parser.add_argument(
+        "-c", "--ctx", type=_wholes(1), metavar="N[,N]", help="contexts to show (default: some, and the model's limit)"
+    )
+    _add_output(parser, FORMATS)
+
+
+def _memory(text: str) -> int:
+    from tq_ggml.fit import parse_memory
+
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from tq_ggml.cli import (
 from tq_ggml.doctor import as_rows, examine
 from tq_ggml.errors import TqError
 from tq_ggml.evaluation import F16, cut_windows, evaluate
+from tq_ggml.fit import fit  # noqa: F401 - cli.py looks it up here
 from tq_ggml.models import available, check_gguf, get, resolve_model
 from tq_ggml.prompts import load_prompts
 

@@ -6,7 +6,8 @@ Asked before llama.cpp is, because it answers the first with a null pointer and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 
@@ -40,10 +41,15 @@ def check_cache(info: GgufInfo, type_k: CacheType, type_v: CacheType, n_ctx: int
     _check_memory(info, type_k, type_v, n_ctx or info.n_ctx_train, weights)
 
 
+def fits_heads(cache_type: CacheType, head_size: int) -> bool:
+    """Whether whole blocks of a type make up a head."""
+    return head_size % cache_type.block_size == 0
+
+
 def _check_head_size(info: GgufInfo, what: str, cache_type: CacheType, head_size: int) -> None:
-    if head_size % cache_type.block_size == 0:
+    if fits_heads(cache_type, head_size):
         return
-    fitting = ", ".join(t.name for t in CACHE_TYPES if head_size % t.block_size == 0 and t.name != "f32")
+    fitting = ", ".join(t.name for t in CACHE_TYPES if fits_heads(t, head_size) and t.name != "f32")
     raise CacheTypeError(
         f"cache type {cache_type} has blocks of {cache_type.block_size} values, but the {what} head size {head_size} "
         f"of {info.path.name} is not a multiple of {cache_type.block_size}; use {fitting}"
@@ -58,7 +64,7 @@ def _check_memory(info: GgufInfo, type_k: CacheType, type_v: CacheType, n_ctx: i
     room = free - weights if weights < free else free
     if sum(kv_bytes_at_most(info, type_k, type_v, n_ctx)) <= room:
         return
-    needed = _engine_kv_bytes(info.path, type_k, type_v, n_ctx)
+    needed = planned_kv_bytes(info.path, type_k, type_v, n_ctx)
     if sum(needed) <= room:
         return
     longest = int(n_ctx * room / sum(needed)) // _CELLS * _CELLS
@@ -99,35 +105,49 @@ def rounded(n_ctx: int) -> int:
     return -(-n_ctx // _CELLS) * _CELLS
 
 
-def _engine_kv_bytes(path: Path, type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple[int, int]:
+def planned_kv_bytes(path: Path, type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple[int, int]:
     """Bytes of keys and of values as llama.cpp itself plans them, for any architecture; ``(0, 0)`` if it cannot."""
-    n_ctx = rounded(n_ctx)
-    if n_ctx <= _PROBE:
-        return _plan(path, type_k, type_v, n_ctx)
-    half, full = (_plan(path, type_k, type_v, n) for n in (_PROBE // 2, _PROBE))
-    k, v = (f + (f - h) * (n_ctx - _PROBE) // (_PROBE // 2) for h, f in zip(half, full, strict=True))
-    return k, v
+    with planner(path) as plan:
+        return plan(type_k, type_v, n_ctx)
 
 
-def _plan(path: Path, type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple[int, int]:
-    """A dry run: llama.cpp lays out model and cache without allocating either (its ``no_alloc``)."""
+@contextmanager
+def planner(path: Path) -> Iterator[Callable[[CacheType, CacheType, int], tuple[int, int]]]:
+    """`planned_kv_bytes` of one model for many contexts: a dry run in which llama.cpp lays out model and caches without
+    allocating either (its ``no_alloc``)."""
     llama_cpp = activate()
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.no_alloc, model_params.load_mode = True, llama_cpp.LLAMA_LOAD_MODE_NONE
+    params = llama_cpp.llama_model_default_params()
+    params.no_alloc, params.load_mode = True, llama_cpp.LLAMA_LOAD_MODE_NONE
+    with uninterrupted():
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+
+    def plan(type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple[int, int]:
+        n_ctx = rounded(n_ctx)
+        if n_ctx <= _PROBE:
+            return _plan(model, type_k, type_v, n_ctx)
+        half, full = (_plan(model, type_k, type_v, n) for n in (_PROBE // 2, _PROBE))
+        k, v = (f + (f - h) * (n_ctx - _PROBE) // (_PROBE // 2) for h, f in zip(half, full, strict=True))
+        return k, v
+
+    try:
+        yield plan
+    finally:
+        if model:
+            llama_cpp.llama_model_free(model)
+
+
+def _plan(model: int | None, type_k: CacheType, type_v: CacheType, n_ctx: int) -> tuple[int, int]:
+    llama_cpp = activate()
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.type_k, params.type_v = n_ctx, type_k.ggml_id, type_v.ggml_id
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     with uninterrupted():
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
-        if not model:
-            return 0, 0
-        ctx = llama_cpp.llama_init_from_model(model, params)
+        ctx = llama_cpp.llama_init_from_model(model, params) if model else None
         try:
             return kv_cache_bytes(ctx) if ctx else (0, 0)
         finally:
             if ctx:
                 llama_cpp.llama_free(ctx)
-            llama_cpp.llama_model_free(model)
 
 
 def available_memory() -> int | None:
