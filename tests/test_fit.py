@@ -42,7 +42,7 @@ def test_bytes_are_the_engines(any_model):
 
 def test_the_longest_context_is_the_last_that_fits(smollm2_path):
     info = models.check_gguf(smollm2_path)
-    memory = info.size + 40 * MIB
+    memory = info.size + 30 * MIB
     for row in fit.rows(info, memory, [256]):
         pair, longest = parse_pair(row["cache_type"]), row["longest"]
         assert 0 < longest < info.n_ctx_train and longest % 256 == 0
@@ -58,7 +58,7 @@ def test_more_memory_than_needed_and_too_little(smollm2_path, capsys):
     ):
         assert main(["fit", str(smollm2_path), "--memory", memory]) == 0
         out, err = capsys.readouterr()
-        assert words in err.replace("q4_0 takes", "tq4 takes") and "94 MiB of weights" in err
+        assert words in err and "94 MiB of weights" in err
         assert out.splitlines()[0].split("|")[1:3] == [" cache type ", " MiB at 4096 "]
 
 
