@@ -14,10 +14,11 @@ import time
 
 import pytest
 
-from tq_ggml.chat import Chat, meter
+from tq_ggml.chat import Chat
 from tq_ggml.cli import main
 from tq_ggml.errors import TqError
 from tq_ggml.llama import Llama
+from tq_ggml.terminal import meter
 
 from llama_cpp import llama_chat_format  # isort: skip  after tq_ggml.llama, which loads the libraries
 

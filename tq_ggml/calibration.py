@@ -231,6 +231,11 @@ class Calibration:
         ours = type_k.name.startswith("tq")
         return self.layers if ours or (self.every_type and type_k.is_quantized) else None
 
+    @property
+    def checksum(self) -> str:
+        """Of the constants: what a saved cache depends on."""
+        return self.metadata()[f"{metadata.PREFIX}checksum"]
+
     def metadata(self) -> dict[str, Any]:
         """The ``tq_ggml.*`` keys and values."""
         values: dict[str, Any] = {

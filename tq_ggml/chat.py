@@ -1,8 +1,7 @@
-"""A chat in a plain terminal, or over a pipe, one line per turn."""
+"""A conversation with a model that always fits its context."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,12 +12,6 @@ from tq_ggml.library import engine_log
 
 if TYPE_CHECKING:
     from tq_ggml.llama import Llama
-
-HELP = """\
-/help    this text
-/clear   forget the conversation; the system prompt stays
-/exit    leave (so does Ctrl-D)
-Ctrl-C stops the reply. When the context is full, the oldest turns are dropped."""
 
 TEMPLATE_TOKENS = 8  # what a chat template adds around one message, on the safe side
 
@@ -163,78 +156,3 @@ class Chat:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def meter(chat: Chat) -> str:
-    """Tokens in the cache, its size in MiB, and the decode rate of the last reply."""
-    llama = chat.llama
-    used, total = llama.n_tokens, llama.n_ctx()
-    rate = f", {chat.rate:.1f} t/s" if chat.rate else ""
-    size, f16 = (n / 2**20 for n in (llama.kv_bytes_k + llama.kv_bytes_v, llama.kv_bytes_f16))
-    return f"[{used}/{total} tokens, {100 * used // total} %; KV {size:.1f} MiB, f16 would be {f16:.1f} MiB{rate}]"
-
-
-def run(chat: Chat, prompt: str | None = None) -> None:
-    """Answer ``prompt`` and return; without one, converse until the end of stdin or ``/exit``."""
-    if prompt is not None:
-        _turn(chat, prompt)
-        return
-    interactive = sys.stdin.isatty()
-    if interactive:
-        chat.note("/help lists the commands.")
-    for line in _typed_lines() if interactive else sys.stdin:
-        text = line.strip()
-        if text == "/exit":
-            return
-        if not _command(chat, text):
-            _guarded_turn(chat, text) if interactive else _turn(chat, text)
-
-
-def _typed_lines() -> Iterator[str]:
-    import readline  # noqa: F401  gives input() line editing and a history
-
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D or /exit leaves)")
-
-
-def _command(chat: Chat, text: str) -> bool:
-    """Whether the line was nothing to answer."""
-    if text == "/help":
-        print(HELP)
-    elif text == "/clear":
-        chat.clear()
-        chat.note("(conversation forgotten)")
-    elif text.startswith("/") and " " not in text:
-        chat.note(f"there is no command {text}; /help lists them")
-    elif text:
-        return False
-    return True
-
-
-def _guarded_turn(chat: Chat, text: str) -> None:
-    try:
-        _turn(chat, text)
-    except KeyboardInterrupt:
-        print("\n(stopped)")
-    except TqError as error:
-        print(f"error: {error}", file=sys.stderr)
-
-
-def _turn(chat: Chat, text: str) -> None:
-    reply = chat.reply(text)
-    try:
-        for piece in reply:
-            print(piece, end="", flush=True)
-    finally:
-        reply.close()
-    print()
-    if chat.cut_at:
-        chat.note(f"(stopped at {chat.cut_at})")
-    if sys.stderr.isatty():
-        print(meter(chat), file=sys.stderr)

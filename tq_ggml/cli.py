@@ -331,6 +331,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_whole(0, 2**32 - 1), metavar="N", help="repeat the same replies")
     parser.add_argument("--system", type=_readable, metavar="TEXT", help="system prompt")
     parser.add_argument("--prompt", type=_readable, metavar="TEXT", help="answer this and leave")
+    parser.add_argument("--session", type=Path, metavar="FILE", help="go on with what /save has written")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:

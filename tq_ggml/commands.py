@@ -17,7 +17,6 @@ from tq_ggml.benchmark import Test
 from tq_ggml.cache_types import Pair, parse_pair
 from tq_ggml.calibration_commands import calibrate, inspect, recommend  # noqa: F401 - cli.py looks them up here
 from tq_ggml.chat import Chat
-from tq_ggml.chat import run as run_chat
 from tq_ggml.cli import (
     DEFAULT_CHAT_CTX,
     DEFAULT_CTX,
@@ -34,6 +33,7 @@ from tq_ggml.evaluation import F16, cut_windows, evaluate
 from tq_ggml.fit import fit  # noqa: F401 - cli.py looks it up here
 from tq_ggml.models import available, check_gguf, get, resolve_model
 from tq_ggml.prompts import load_prompts
+from tq_ggml.terminal import run as run_chat
 
 _BEHAVIOUR = {"passkey": None, "agreement": None}  # what is off unless asked for
 
@@ -203,15 +203,23 @@ def _note(line: str) -> None:
 def chat(args: argparse.Namespace) -> None:
     """``tq-ggml chat``; the engine falls back to llama.cpp's environment variables for the cache types."""
     # The class derives from llama_cpp.Llama: to import it is to load the libraries.
+    from tq_ggml import session
     from tq_ggml.llama import Llama
 
-    path = resolve_model(args.model)
+    path, saved = resolve_model(args.model), args.session is not None and args.session.exists()
+    if saved and args.n_ctx is None:
+        args.n_ctx = session.context_of(args.session)
     llama = Llama(path, **_engine_options(args, path))
     sampling = {"temperature": args.temp} | ({} if args.seed is None else {"seed": args.seed})
     with contextlib.closing(llama):
         if not any(key.startswith("tokenizer.chat_template") for key in llama.metadata):
             _note(f"warning: the model has no chat template; replies may be poor in the format of {llama.chat_format}")
         talk = Chat(llama, system=args.system, max_tokens=args.max_tokens, sampling=sampling, note=_note)
+        if saved:
+            session.load(talk, args.session)
+            _note(f"({len(talk.turns)} turns of {args.session})")
+        elif args.session:
+            _note(f"({args.session} is not there yet: a new conversation; /save {args.session} keeps it)")
         run_chat(talk, args.prompt)
 
 

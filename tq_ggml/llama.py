@@ -52,6 +52,7 @@ class Llama(llama_cpp.Llama):
         cache_type_k, cache_type_v: `CacheType` of keys and values.
         kv_bytes_k, kv_bytes_v: bytes of keys and values as the engine allocated them.
         conditioned_layers: how many layers condition their keys, and how.
+        conditioning: checksum of the constants that do it, "" for none.
         kv_bytes_f16: bytes that the same cache would take in f16.
 
     Raises:
@@ -68,6 +69,7 @@ class Llama(llama_cpp.Llama):
     kv_bytes_k: int
     kv_bytes_v: int
     conditioned_layers: ConditionedLayers
+    conditioning: str
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class Llama(llama_cpp.Llama):
             raise EngineError(f"{exc}{engine_log.reason()}") from exc
         self.kv_bytes_k, self.kv_bytes_v = kv_cache_bytes(self.ctx)
         self.conditioned_layers = conditioned_layers(self.ctx)
+        self.conditioning = chosen.checksum if chosen and chosen.constants_for(self.cache_type_k) else ""
         if os.environ.get("TQ_GGML_QUIET") != "1":
             print(f"tq-ggml: {self.kv_summary()}", file=sys.stderr)
 

@@ -202,7 +202,7 @@ def write_side_file(path: str | Path, metadata: Mapping[str, Any]) -> None:
     """
     values = {Keys.General.ARCHITECTURE: SIDE_FILE_ARCHITECTURE, **metadata}
     entries = [_encode_entry(key, value) for key, value in values.items()]
-    with _replacing(Path(os.path.expanduser(path))) as out:
+    with replacing(Path(os.path.expanduser(path))) as out:
         out.write(struct.pack("<IIQQ", GGUF_MAGIC, GGUF_VERSION, 0, len(entries)))
         out.writelines(entries)
 
@@ -237,7 +237,7 @@ def write_patched_copy(
         new_header = _patched_header(data, header, changes, removals)
         if dry_run:
             return
-        with _replacing(target) as out:
+        with replacing(target) as out:
             out.write(new_header)
             if header.tensors:
                 _copy_tensors(source, header.data, len(data) - header.data, out)
@@ -270,7 +270,7 @@ def _copy_tensors(source: Path, start: int, size: int, out: BinaryIO) -> None:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
+def replacing(target: Path) -> Iterator[BinaryIO]:
     """A file to write that becomes ``target`` once it is whole; until then nothing of it is to be seen there."""
     try:
         if os.path.exists(target) and not os.path.isfile(target):
