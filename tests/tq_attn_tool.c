@@ -3,8 +3,8 @@
 // problem: int32 type_k, type_v (tq_cache_type), head_k, head_v, n_rows, n_keys, stride_k, stride_v; the key mean's
 // n_rot, n_fast, is_neox, block_log2, n_blocks (0: no mean) and bytes of its table; float scale, softcap,
 // slope[n_rows]; int32 has_mask[n_rows]; float queries[n_rows][head_k]; the cache's bytes: keys, a stride apart, then
-// values; of a key mean float table[], mean, crossed and start [head_k] each, int32 positions[n_keys]; for each row with a mask,
-// fp16 mask[n_keys]. result: float[n_rows][head_v].
+// values; of a key mean float table[], mean, crossed and start [head_k] each, int32 positions[n_keys]; for each row
+// with a mask, fp16 mask[n_keys]. result: float[n_rows][head_v].
 //
 // Keys, values and each mask lie in a buffer of their own that ends with the last of them, so that the address
 // sanitizer sees what is read past them.
@@ -51,8 +51,8 @@ int main(void) {
     float *    crossed   = read_or_die(has_mean ? (size_t) a.head_k * sizeof(float) : 0);
     float *    start     = read_or_die(has_mean ? (size_t) a.head_k * sizeof(float) : 0);
     int32_t *  positions = read_or_die(has_mean ? (size_t) n_keys * sizeof(int32_t) : 0);
-    a.key_mean =
-        (tq_key_mean){ has_mean ? table : NULL, mean, crossed, start, size[8], size[9], size[10] != 0, size[11], size[12] };
+    a.key_mean           = (tq_key_mean){ has_mean ? table : NULL, mean,     crossed, start, size[8], size[9],
+                                          size[10] != 0,           size[11], size[12] };
     uint16_t * mask[TQ_MAX_ROWS];
     for (int r = 0; r < n_rows; r++) {
         mask[r] = has_mask[r] ? read_or_die((size_t) n_keys * sizeof(uint16_t)) : NULL;

@@ -25,7 +25,10 @@ inline int tq_second_of_pair(const tq_rope & rope, int i) {
 
 inline int tq_partner(const tq_rope & rope, int channel) {
     const int half = rope.n_rot / 2;
-    return channel >= rope.n_rot ? channel : !rope.is_neox ? channel ^ 1 : channel < half ? channel + half : channel - half;
+    return channel >= rope.n_rot ? channel
+           : !rope.is_neox       ? channel ^ 1
+           : channel < half      ? channel + half
+                                 : channel - half;
 }
 
 // A copy of tq_layer_constants.
@@ -112,7 +115,7 @@ private:
 
     const llama_kv_cache &                               kv;
     int                                                  mean_block = TQ_MEAN_BLOCK;
-    std::map<int, tq_stored_moments>                                constants;
+    std::map<int, tq_stored_moments>                     constants;
     std::map<int, std::unique_ptr<tq_conditioned_layer>> layers;
     std::vector<std::shared_ptr<const tq_block_table>>   tables;
     std::map<std::pair<int32_t, int32_t>, tq_filtered>   filters;

@@ -144,9 +144,9 @@ int tq_block_table::block_of(llama_pos position) const {
 
 // ---- a layer ----
 
-// Mean squares before RoPE to those over all positions of the context: the two values of a pair turn into each other, so fast
-// pairs come to share theirs, and slow ones keep what they have. None is left far below the head's mean: a channel that
-// calibration saw little of may yet be used.
+// Mean squares before RoPE to those over all positions of the context: the two values of a pair turn into each other,
+// so fast pairs come to share theirs, and slow ones keep what they have. None is left far below the head's mean: a
+// channel that calibration saw little of may yet be used.
 static void turn_squares(float * x, const float * products, const tq_rope & rope, int head_size, int n_ctx) {
     const float floor = SCALE_FLOOR * std::accumulate(x, x + head_size, 0.0f) / (float) head_size;
     for (int i = 0; i < rope.n_rot / 2; i++) {
@@ -169,9 +169,7 @@ static std::vector<float> scale_of(const tq_stored_moments & moments, const std:
                                    const tq_rope & rope, int n_ctx) {
     std::vector<float> variance = moments.variance, covariance = moments.covariance, query = moments.query_energy;
     const int          head_size = moments.head_size;
-    const auto         square    = [](const std::vector<float> & x, size_t i, size_t j) {
-        return x.empty() ? 0.0f : x[i] * x[j];
-    };
+    const auto square = [](const std::vector<float> & x, size_t i, size_t j) { return x.empty() ? 0.0f : x[i] * x[j]; };
     for (size_t head = 0; head < variance.size(); head += head_size) {
         for (int i = 0; i < head_size; i++) {
             const size_t at = head + i, partner = head + tq_partner(rope, i);
@@ -359,13 +357,13 @@ std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams &
         return layer;
     }
     const tq_stored_moments & s = found->second;
-    layer->n_head_kv = s.n_head_kv;
-    layer->head_size = s.head_size;
-    layer->mode      = mode_of(s, takes_mean);
-    const int n_ctx  = (int) cparams.n_ctx_seq;
+    layer->n_head_kv            = s.n_head_kv;
+    layer->head_size            = s.head_size;
+    layer->mode                 = mode_of(s, takes_mean);
+    const int n_ctx             = (int) cparams.n_ctx_seq;
     if (layer->mode != TQ_SCALED) {
-        layer->mean     = s.mean;
-        layer->table    = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx);
+        layer->mean  = s.mean;
+        layer->table = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx);
         damp_mean(layer->mean, *layer->table, s.head_size, layer->mode == TQ_POSITIONAL);
         layer->start = s.start.empty() ? layer->mean : s.start;
     }

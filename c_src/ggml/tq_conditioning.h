@@ -1,12 +1,13 @@
 // Key conditioning: what a quantised KV cache stores is K' = (K - mean) / scale, what attends is Q' = Q * scale.
 //
 // mean and scale belong to a layer, KV head and channel, from a calibration run (docs/conditioning.md). The scale
-// cancels in Q'.K'; it is (key variance / query energy)^1/4, both as they are with RoPE over the context, which makes the error of Q'.K' least. The mean is the one
-// before RoPE, so it turns with the position: it is taken out in blocks of positions, and Q.mean, the same for all keys
-// of a block, is added to the logits by our attention (tq_flash_attn.c). Position 0 has a mean of its own: the first
-// token's key is much the same whatever the token, and attention goes back to it all the time. Where another operator
-// attends, only what does not turn within the context is taken out; softmax does not see a constant. Whatever the
-// constants are, right or useless, attention's result is the same but for rounding.
+// cancels in Q'.K'; it is (key variance / query energy)^1/4, both as they are with RoPE over the context, which makes
+// the error of Q'.K' least. The mean is the one before RoPE, so it turns with the position: it is taken out in blocks
+// of positions, and Q.mean, the same for all keys of a block, is added to the logits by our attention
+// (tq_flash_attn.c). Position 0 has a mean of its own: the first token's key is much the same whatever the token, and
+// attention goes back to it all the time. Where another operator attends, only what does not turn within the context is
+// taken out; softmax does not see a constant. Whatever the constants are, right or useless, attention's result is the
+// same but for rounding.
 #ifndef TQ_CONDITIONING_H
 #define TQ_CONDITIONING_H
 

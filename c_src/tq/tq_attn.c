@@ -192,7 +192,8 @@ INLINE vi count_lanes(void) {
 INLINE bool are_consecutive(const int32_t * positions, int n_keys) {
     vi other = splat_i32(0);
     for (int k = 0; k < TQ_TILE && n_keys == TQ_TILE; k += LANES) {
-        other |= (load_i32(positions + k) - splat_i32((int32_t) ((uint32_t) positions[0] + (uint32_t) k))) ^ count_lanes();
+        other |=
+            (load_i32(positions + k) - splat_i32((int32_t) ((uint32_t) positions[0] + (uint32_t) k))) ^ count_lanes();
     }
     int32_t any = 0;
     for (int i = 0; i < LANES; i++) {

@@ -39,13 +39,13 @@ typedef enum {
 //   [2 n_fast][TQ_MEAN_WINDOW]    of each block the cosines of the fast pairs, then the sines
 //   [n_rot - 2 n_fast]            cosines and sines of the others; zeros up to a multiple of TQ_MEAN_PAD
 typedef struct {
-    const float * table;       // NULL: no mean was taken out
-    const float * mean;        // [head_k], of the KV head that is attended
-    const float * crossed;     // [head_k], what the sine takes from a channel's partner: its mean, where nothing is scaled
-    const float * start;       // [head_k], the mean at position 0 alone
-    int           n_rot;       // channels that turn; the others' mean is the same for all keys
-    int           n_fast;      // pairs, from the first on, that turn with the block
-    bool          is_neox;     // pairs are (i, i + n_rot / 2), else (2 i, 2 i + 1)
+    const float * table;    // NULL: no mean was taken out
+    const float * mean;     // [head_k], of the KV head that is attended
+    const float * crossed;  // [head_k], what the sine takes from a channel's partner: its mean, where nothing is scaled
+    const float * start;    // [head_k], the mean at position 0 alone
+    int           n_rot;    // channels that turn; the others' mean is the same for all keys
+    int           n_fast;   // pairs, from the first on, that turn with the block
+    bool          is_neox;  // pairs are (i, i + n_rot / 2), else (2 i, 2 i + 1)
     int           block_log2;  // positions of a block, at most TQ_MAX_MEAN_BLOCK
     int           n_blocks;    // whole windows; the last block is for all positions beyond, and negative ones
 } tq_key_mean;
