@@ -36,7 +36,7 @@ class Served:
         self.said: list[str] = []
         for line in self.process.stderr:
             self.said.append(line)
-            if found := re.search(r" at (http://\S+)/v1$", line):
+            if found := re.search(r"API at (http://\S+)/v1$", line):
                 self.url = found[1]
                 break
         else:
@@ -182,7 +182,7 @@ def hang_up_while_it_answers(server: Served) -> None:
     body = json.dumps({"messages": LONG, "max_tokens": 400}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         connection.sendall(
             f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )

@@ -331,6 +331,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_whole(0, 2**32 - 1), metavar="N", help="repeat the same replies")
     parser.add_argument("--system", type=_readable, metavar="TEXT", help="system prompt")
     parser.add_argument("--prompt", type=_readable, metavar="TEXT", help="answer this and leave")
+    parser.add_argument("--web", action="store_true", help="chat in the browser, on a page that `tq-ggml serve` serves")
     parser.add_argument("--session", type=Path, metavar="FILE", help="go on with what /save has written")
 
 
@@ -346,6 +347,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="clients must send it (default: the environment's TQ_GGML_API_KEY, else none)",
     )
+    parser.add_argument("--browser", action="store_true", help="open the chat page in the browser")
     parser.add_argument("--alias", metavar="NAME", help="the model's name for clients (default: the file's)")
     parser.add_argument("--chat-format", metavar="NAME", help="of llama-cpp-python (default: the model's template)")
     parser.add_argument("--embedding", action="store_true", help="serve /v1/embeddings")

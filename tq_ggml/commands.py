@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import json
 import sys
+import threading
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tq_ggml.cli import (
     DEFAULT_ROUNDS,
     DEFAULT_TYPES,
     DEFAULT_WINDOWS,
+    build_parser,
 )
 from tq_ggml.doctor import as_rows, examine
 from tq_ggml.errors import TqError
@@ -202,6 +205,10 @@ def _note(line: str) -> None:
 
 def chat(args: argparse.Namespace) -> None:
     """``tq-ggml chat``; the engine falls back to llama.cpp's environment variables for the cache types."""
+    if args.web:
+        defaults = build_parser().parse_args(["serve", "--browser", "--port", "0", "-m", args.model])
+        serve(argparse.Namespace(**vars(defaults) | vars(args)))
+        return
     # The class derives from llama_cpp.Llama: to import it is to load the libraries.
     from tq_ggml import session
     from tq_ggml.llama import Llama
@@ -248,8 +255,12 @@ def serve(args: argparse.Namespace) -> None:
         with contextlib.closing(llama):
             alias = args.alias or path.name
             limits = {"queue": args.queue, "max_body": args.max_body, "origins": args.origin}
-            app = server.make_app(llama, alias, api_key=args.api_key, **limits)
-            print(f"tq-ggml: {alias} at {server.address(sock)}/v1", file=sys.stderr, flush=True)
+            hosts = ["127.0.0.1", "localhost"] if args.host == "127.0.0.1" else []
+            app = server.make_app(llama, alias, api_key=args.api_key, hosts=hosts, **limits)
+            address = server.address(sock)
+            print(f"tq-ggml: {alias}, chat page at {address}/, API at {address}/v1", file=sys.stderr, flush=True)
+            if args.browser:
+                threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
             server.run(app, sock, drain=args.drain)
 
 

@@ -6,8 +6,10 @@ Routes, request types and streaming are `llama_cpp.server`'s. Added here: the en
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import contextvars
+import hashlib
 import itertools
 import json
 import os
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tq_ggml.errors import TqError
@@ -35,7 +38,8 @@ try:
     from llama_cpp.server.settings import ModelSettings, ServerSettings
     from sse_starlette.sse import AppStatus
     from starlette.middleware.cors import CORSMiddleware
-    from starlette.responses import JSONResponse
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse, JSONResponse
 except ImportError as problem:
     raise TqError(f"the server needs more packages ({problem.name}); pip install 'tq-ggml[server]'") from None
 
@@ -116,21 +120,28 @@ class ServedLlama(Llama):
             super().eval(tokens[start : start + self.n_batch])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_usage(super().__call__(*args, **kwargs | {"model": self.alias}))
+        return self._answer(super().__call__, args, kwargs)
 
     def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_usage(super().create_chat_completion(*args, **kwargs | {"model": self.alias}))
+        return self._answer(super().create_chat_completion, args, kwargs)
 
-    def _with_usage(self, answer: Any) -> Any:
-        if isinstance(answer, dict):
-            answer["usage"]["kv"] = self.kv_report()
-            return answer
-        return self._stream_with_usage(answer)
+    def _answer(self, make: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        kwargs["model"] = self.alias
+        if kwargs.get("stream"):
+            return self._stream(make, args, kwargs)
+        answer = make(*args, **kwargs)
+        answer["usage"]["kv"] = self.kv_report()
+        return answer
 
-    def _stream_with_usage(self, chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _stream(self, make: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         call, last = _call.get(Call()), {}
-        for last in chunks:
-            yield last
+        try:
+            for last in make(*args, **kwargs):
+                yield last
+        except (ValueError, RuntimeError, TqError) as problem:
+            # The status has been sent: clients find the error in the stream, as OpenAI's.
+            yield _error(" ".join(str(problem).split()), "failed")
+            return
         if call.wants_usage:
             usage = {
                 "prompt_tokens": call.n_prompt,
@@ -268,7 +279,14 @@ def _explain_wrong_fields(handler: RouteErrorHandler, error: Exception, body: An
 
 
 def make_app(
-    llama: ServedLlama, alias: str, *, api_key: str | None, queue: int, max_body: int, origins: Sequence[str] = ()
+    llama: ServedLlama,
+    alias: str,
+    *,
+    api_key: str | None,
+    queue: int,
+    max_body: int,
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
 ) -> FastAPI:
     """llama-cpp-python's application around one engine.
 
@@ -279,6 +297,8 @@ def make_app(
         queue: requests that may wait.
         max_body: bytes of a request.
         origins: web pages of other origins that may call the server, as ``https://example.org``.
+        hosts: names by which it may be called, any where there are none. A web page can make its own name one of this
+            machine's addresses, and would then be no other origin.
     """
     llama.alias = alias
     os.environ.pop("CONFIG_FILE", None)  # of llama_cpp.server; our options are on the command line
@@ -301,6 +321,14 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, queue=queue, max_body=max_body)
+    if hosts:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+
+    page, policy = _page()
+
+    @app.get("/", include_in_schema=False)
+    def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
     @app.get("/health", tags=["tq-ggml"])
     def health() -> dict[str, Any]:
@@ -315,6 +343,20 @@ def make_app(
         return llama.kv_report()
 
     return app
+
+
+def _page() -> tuple[str, str]:
+    """The chat page, and a policy under which nothing runs in it but its own script."""
+    text = (Path(__file__).parent / "web" / "index.html").read_text(encoding="utf-8")
+
+    def own(tag: str) -> str:
+        content = text.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
+        return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+    return text, (
+        f"default-src 'none'; script-src 'sha256-{own('script')}'; style-src 'sha256-{own('style')}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
 
 def embedding_options(wanted: bool) -> dict[str, Any]:
