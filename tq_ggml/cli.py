@@ -64,9 +64,25 @@ def _fail(error: TqError | str, argv: Sequence[str] | None) -> int:
         print(f"tq-ggml: error: {error}", file=sys.stderr)
     with contextlib.suppress(OSError):  # a help for later, not worth a second error now
         doctor.last_error_path().parent.mkdir(parents=True, exist_ok=True)
-        line = f"tq-ggml {' '.join(words)}: {error}\n"
+        line = f"tq-ggml {' '.join(_without_key(words))}: {_without_key([str(error)], words)[0]}\n"
         doctor.last_error_path().write_text(line, encoding="utf-8", errors="backslashreplace")
     return 2
+
+
+def _without_key(texts: Sequence[str], words: Sequence[str] | None = None) -> list[str]:
+    """Texts with ``***`` for each value of ``--api-key`` among the words of a command line.
+
+    That also goes for what begins like it: a misspelt option's value is as secret.
+    """
+    words = texts if words is None else words
+    keys = []
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith(("--ap", "--key")):
+            name, is_joined, value = word.partition("=")
+            keys.append(value if is_joined else after)
+    for key in filter(None, keys):
+        texts = [text.replace(key, "***") for text in texts]
+    return list(texts)
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -103,6 +119,13 @@ def _temperature(text: str) -> float:
 def _readable(text: str) -> str:
     """An argument whose bytes were not text in the terminal's encoding, with replacement characters for those."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _key(text: str) -> str:
+    # An empty one is most likely a variable that was not set; the rest cannot be sent in a header.
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError("a key is one or more ASCII characters, none of them a space")
+    return text
 
 
 def _type(text: str) -> CacheType:
@@ -343,7 +366,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_whole(0, 65535), default=8000, help="0 for a free one (default: %(default)s)")
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("TQ_GGML_API_KEY"),
+        type=_key,
+        default=os.environ.get("TQ_GGML_API_KEY") or None,
         metavar="KEY",
         help="clients must send it (default: the environment's TQ_GGML_API_KEY, else none)",
     )

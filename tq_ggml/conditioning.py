@@ -6,6 +6,7 @@ Keys are stored as ``(K - mean) / scale`` and queries attend as ``Q * scale``; d
 from __future__ import annotations
 
 import ctypes
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -281,10 +282,20 @@ def conditioned(moments: Mapping[int, KeyMoments] | None, *, mean_block: int = 0
     constants = _KeyConstants(len(layers), (_LayerConstants * len(layers))(*layers), mean_block)
     use = _function("tq_use_key_constants", None, ctypes.POINTER(_KeyConstants))
     use(ctypes.byref(constants) if layers else None)
+    _here.decided = True
     try:
         yield
     finally:
         use(None)
+        _here.decided = False
+
+
+_here = threading.local()
+
+
+def is_decided() -> bool:
+    """Whether this thread is inside `conditioned`, so that nobody else has to choose constants."""
+    return getattr(_here, "decided", False)
 
 
 @contextmanager

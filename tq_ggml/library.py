@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import tq_ggml
+from tq_ggml import plain
 from tq_ggml.cache_types import CacheType, resolve
 from tq_ggml.errors import CacheTypeError, EngineError
 
@@ -81,6 +82,7 @@ def activate() -> ModuleType:
     # quiet without.
     for module in ("llama_cpp.llama", "llama_cpp._internals"):
         importlib.import_module(module).suppress_stdout_stderr = _streams_untouched
+    plain.extend(llama_cpp, importlib.import_module("llama_cpp._internals"))
     with uninterrupted():
         llama_cpp.llama_log_set(_log_callback(llama_cpp), ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
