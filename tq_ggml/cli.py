@@ -61,28 +61,22 @@ def _fail(error: TqError | str, argv: Sequence[str] | None) -> int:
 
     words = sys.argv[1:] if argv is None else argv
     with contextlib.suppress(OSError):  # stderr may be what cannot be written
-        print(f"tq-ggml: error: {error}", file=sys.stderr)
+        print(f"tq-ggml: error: {_without_key(str(error), words)}", file=sys.stderr)
     with contextlib.suppress(OSError):  # a help for later, not worth a second error now
         doctor.last_error_path().parent.mkdir(parents=True, exist_ok=True)
-        line = f"tq-ggml {' '.join(_without_key(words))}: {_without_key([str(error)], words)[0]}\n"
+        line = _without_key(f"tq-ggml {' '.join(words)}: {error}\n", words)
         doctor.last_error_path().write_text(line, encoding="utf-8", errors="backslashreplace")
     return 2
 
 
-def _without_key(texts: Sequence[str], words: Sequence[str] | None = None) -> list[str]:
-    """Texts with ``***`` for each value of ``--api-key`` among the words of a command line.
-
-    That also goes for what begins like it: a misspelt option's value is as secret.
-    """
-    words = texts if words is None else words
-    keys = []
+def _without_key(text: str, words: Sequence[str]) -> str:
+    """A text with ``***`` for the value of ``--api-key`` on a command line; a misspelt option's value is as secret."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word.startswith(("--ap", "--key")):
-            name, is_joined, value = word.partition("=")
-            keys.append(value if is_joined else after)
-    for key in filter(None, keys):
-        texts = [text.replace(key, "***") for text in texts]
-    return list(texts)
+            _, is_joined, value = word.partition("=")
+            key = value if is_joined else after
+            text = text.replace(key, "***") if key else text
+    return text
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -124,7 +118,7 @@ def _readable(text: str) -> str:
 def _key(text: str) -> str:
     # An empty one is most likely a variable that was not set; the rest cannot be sent in a header.
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise argparse.ArgumentTypeError("a key is one or more ASCII characters, none of them a space")
+        raise argparse.ArgumentTypeError("a key (also TQ_GGML_API_KEY) is ASCII characters, none of them a space")
     return text
 
 
@@ -135,11 +129,15 @@ def _type(text: str) -> CacheType:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _pairs(text: str) -> list[Pair]:
+def _pair(text: str) -> Pair:
     try:
-        return list(dict.fromkeys(parse_pair(part) for part in text.split(",")))
+        return parse_pair(text)
     except CacheTypeError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pairs(text: str) -> list[Pair]:
+    return list(dict.fromkeys(_pair(part) for part in text.split(",")))
 
 
 def _shared() -> argparse.ArgumentParser:
@@ -161,7 +159,9 @@ def _shared() -> argparse.ArgumentParser:
         "quantised type, off, or a file of `tq-ggml calibrate` (default: auto)",
     )
     types = parser.add_argument_group(f"cache types ({names()})")
-    types.add_argument("--cache-type", type=_type, metavar="TYPE", help="type of keys and values")
+    types.add_argument(
+        "--cache-type", type=_pair, metavar="TYPE", help="type of keys and values, or KEYS/VALUES: tq4, q8_0/tq4"
+    )
     types.add_argument("-ctk", "--cache-type-k", type=_type, metavar="TYPE", help="type of keys")
     types.add_argument("-ctv", "--cache-type-v", type=_type, metavar="TYPE", help="type of values")
     return parser

@@ -16,7 +16,7 @@ import numpy as np
 
 from tq_ggml import behaviour, benchmark, calibration, engine, report, texts
 from tq_ggml.benchmark import Test
-from tq_ggml.cache_types import Pair, parse_pair
+from tq_ggml.cache_types import CacheType, Pair, parse_pair
 from tq_ggml.calibration_commands import calibrate, inspect, recommend  # noqa: F401 - cli.py looks them up here
 from tq_ggml.chat import Chat
 from tq_ggml.cli import (
@@ -105,13 +105,18 @@ def _calibrate(args: argparse.Namespace, model: engine.Model) -> None:
 
 
 def _types(args: argparse.Namespace) -> list[Pair]:
-    single = args.cache_type or args.cache_type_k or args.cache_type_v
-    if args.types and single:
+    k, v = _sides(args)
+    if args.types and (k or v):
         raise TqError("--types already says which cache types to compare; leave --cache-type out")
-    if not single:
+    if not (k or v):
         return args.types or [parse_pair(name) for name in DEFAULT_TYPES.split(",")]
-    both = args.cache_type or F16[0]
-    return list(dict.fromkeys([F16, (args.cache_type_k or both, args.cache_type_v or both)]))
+    return list(dict.fromkeys([F16, (k or F16[0], v or F16[1])]))
+
+
+def _sides(args: argparse.Namespace) -> tuple[CacheType | None, CacheType | None]:
+    """Types of keys and of values, None where the command line does not say."""
+    k, v = args.cache_type or (None, None)
+    return args.cache_type_k or k, args.cache_type_v or v
 
 
 def _windows(args: argparse.Namespace, model: engine.Model) -> np.ndarray:
@@ -232,10 +237,10 @@ def chat(args: argparse.Namespace) -> None:
 
 def _engine_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """What chat and serve pass to `tq_ggml.Llama`."""
+    k, v = _sides(args)
     return {
-        "cache_type": args.cache_type,
-        "cache_type_k": args.cache_type_k,
-        "cache_type_v": args.cache_type_v,
+        "cache_type_k": k,
+        "cache_type_v": v,
         "calibration": args.calibration,
         "n_ctx": args.n_ctx or min(DEFAULT_CHAT_CTX, check_gguf(path).n_ctx_train),
         "n_threads": args.threads,
