@@ -153,13 +153,16 @@ class Gate:
         async def watched_receive() -> dict:
             if messages:
                 return messages.pop()
-            await call.hung_up.wait()
+            if not call.hung_up.is_set():  # Request.is_disconnected cancels what it would have to wait for
+                await call.hung_up.wait()
             return {"type": "http.disconnect"}
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
             call.hang_up()
+            # Who waits leaves the line; who runs in a thread is waited for, which ends at the engine's next step.
+            tasks.cancel_scope.cancel()
 
         _current.set(call)
         self.line.calls.add(call)
