@@ -260,7 +260,7 @@ def serve(args: argparse.Namespace) -> None:
         with contextlib.closing(llama):
             alias = args.alias or path.name
             limits = {"queue": args.queue, "max_body": args.max_body, "origins": args.origin}
-            hosts = ["127.0.0.1", "localhost"] if args.host == "127.0.0.1" else []
+            hosts = ["127.0.0.1", "localhost"] if args.host in ("127.0.0.1", "localhost") else []
             app = server.make_app(llama, alias, api_key=args.api_key, hosts=hosts, **limits)
             address = server.address(sock)
             print(f"tq-ggml: {alias}, chat page at {address}/, API at {address}/v1", file=sys.stderr, flush=True)
