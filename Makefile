@@ -7,7 +7,7 @@ C_FILES = $(filter-out %codebook.h,$(wildcard c_src/tq/*.[ch] c_src/ggml/*.[ch] 
 	tests/*.c))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test dev bench sanitize lint format codebooks clean
+.PHONY: help demo test dev programs bench sanitize lint format codebooks clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -16,12 +16,15 @@ demo: $(VENV)/built  ## build everything and compare the cache types on a real m
 	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/built $(VENV)/tests  ## build everything and run all tests
-	@$(BIN)/python scripts/build.py --llama-tests --bench
+	@$(BIN)/python scripts/build.py --llama-tests --bench --programs
 	$(BIN)/python -m pytest
 
 dev: $(VENV)/packages  ## rebuild after an edit
 	@$(BIN)/python scripts/build.py
 	@touch $(VENV)/built
+
+programs: $(VENV)/built  ## build llama.cpp's own llama-server, llama-cli, llama-bench, llama-perplexity and ggml-rpc-server
+	@$(BIN)/python scripts/build.py --programs
 
 bench: $(VENV)/built $(VENV)/bench  ## measure attention and whole models, and write docs/speed.md; about an hour
 	@$(BIN)/python scripts/build.py --bench

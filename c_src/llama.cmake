@@ -26,9 +26,17 @@ endif()
 foreach(backend METAL BLAS)
     set(GGML_${backend} OFF)
 endforeach()
-foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
+# Other machines' CPUs (docs/rpc.md). Over TCP alone: the library for more would be whatever the builder happens to have.
+set(GGML_RPC ON)
+set(GGML_RPC_RDMA OFF)
+foreach(part TESTS EXAMPLES APP UI)
     set(LLAMA_BUILD_${part} OFF)
 endforeach()
+# llama.cpp's own programs, built when named. Its web page would be downloaded while it builds; `tq-ggml serve` has one.
+foreach(part COMMON TOOLS SERVER)
+    set(LLAMA_BUILD_${part} ON)
+endforeach()
+set(LLAMA_USE_PREBUILT_UI OFF)
 add_subdirectory(${LLAMA_TREE} llama.cpp EXCLUDE_FROM_ALL)
 
 foreach(target ggml-base ggml-cpu)
@@ -39,14 +47,29 @@ set(HOOK ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_hook.c ${CMAKE_CURRENT_SOURCE_DIR}/
     ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_set_rows.c)
 target_sources(ggml-cpu PRIVATE ${HOOK})
 set(GRAPH ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_cache_graph.cpp ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_conditioning.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
+    ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_constants.cpp ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
 target_sources(llama PRIVATE ${GRAPH})
 target_include_directories(llama PRIVATE ggml tq)
 set_source_files_properties(${GRAPH} ${HOOK} TARGET_DIRECTORY llama ggml-cpu PROPERTIES
     COMPILE_OPTIONS "-Wall;-Wextra;$<$<BOOL:${TQ_WERROR}>:-Werror>" SKIP_UNITY_BUILD_INCLUSION ON)
 
+foreach(target ggml-rpc llama-common llama-bench-impl)
+    target_include_directories(${target} PRIVATE ggml)
+endforeach()
+# Two machines can work on one model only where these are the same (tq_rpc.h).
+set(agreement ${patches} ${CMAKE_CURRENT_SOURCE_DIR}/tq/tq.h ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_flash_attn.h)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${agreement})
+set(agreed "")
+foreach(source ${agreement})
+    file(SHA256 ${source} hash)
+    string(APPEND agreed ${hash})
+endforeach()
+string(SHA256 agreed ${agreed})
+string(SUBSTRING ${agreed} 0 4 agreed)
+target_compile_definitions(ggml-rpc PRIVATE TQ_RPC_BUILD=0x${agreed})
+
 # No versioned names: a wheel cannot hold symbolic links and would carry each library three times.
-set(LLAMA_LIBS llama ggml ggml-base ggml-cpu)
+set(LLAMA_LIBS llama ggml ggml-base ggml-cpu ggml-rpc)
 foreach(target ${LLAMA_LIBS})
     set_property(TARGET ${target} PROPERTY VERSION)
     set_property(TARGET ${target} PROPERTY SOVERSION)
@@ -64,13 +87,25 @@ print(*(f'{t.ggml_id}:{t.name}:{t.type_size}' for t in CACHE_TYPES), sep=';', en
     OUTPUT_VARIABLE cache_types COMMAND_ERROR_IS_FATAL ANY)
 add_custom_target(tq-types-checked ALL COMMAND tq-check-types ${cache_types} DEPENDS tq-check-types)
 
-# llama.cpp's own tests, linked with ggml alone.
+# llama.cpp's own programs; tq_ggml/doctor.py has the same list. What they add to the libraries does no arithmetic that is
+# worth the minutes which optimising it takes.
+foreach(target llama-common cpp-httplib mtmd server-context llama-server-impl llama-cli-impl)
+    target_compile_options(${target} PRIVATE -O1)
+endforeach()
+add_custom_target(tq-programs DEPENDS llama-server llama-cli llama-bench llama-perplexity ggml-rpc-server)
+
+# llama.cpp's own tests; these are linked with ggml alone.
 add_custom_target(tq-llama-tests)
 foreach(test test-quantize-fns test-backend-ops)
     add_executable(${test} EXCLUDE_FROM_ALL ${LLAMA_TREE}/tests/${test}.cpp)
     target_link_libraries(${test} PRIVATE ggml ggml-base ggml-cpu)
     add_dependencies(tq-llama-tests ${test})
 endforeach()
+# This one also writes a tiny model of every architecture.
+add_executable(test-llama-archs EXCLUDE_FROM_ALL ${LLAMA_TREE}/tests/test-llama-archs.cpp)
+target_link_libraries(test-llama-archs PRIVATE llama-common llama)
+target_compile_options(test-llama-archs PRIVATE -O1)
+add_dependencies(tq-llama-tests test-llama-archs)
 
 # scripts/bench.py runs it.
 add_executable(tq-attn-bench EXCLUDE_FROM_ALL bench/attn_bench.c bench/bench_arguments.c)

@@ -4,6 +4,7 @@
     python scripts/build.py --llama-cpp-python   llama-cpp-python without a llama.cpp of its own, if there is none yet
     python scripts/build.py --llama-tests        llama.cpp's own tests of our types, in the same build tree
     python scripts/build.py --bench              tq-attn-bench, in the same build tree; goes with --llama-tests
+    python scripts/build.py --programs           llama.cpp's own programs, with links to them in this environment
 
 The output goes to build/build.log as it comes; what matters of it is shown when something fails. With CI set, warnings
 in our own C are errors.
@@ -18,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from fetch_llama_cpp import PACKAGE, VERSION, FetchError, archive
@@ -26,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / "build" / "build.log"
 STEP = re.compile(r"\s*\[(\d+)/(\d+)\] (\S+)")
 PIP = [sys.executable, "-m", "pip", "install", "--verbose", "--no-build-isolation"]
-TESTS, BENCH = "tq-llama-tests", "tq-attn-bench"
+TESTS, BENCH, PROGRAMS = "tq-llama-tests", "tq-attn-bench", "tq-programs"
 
 
 def environment() -> dict[str, str]:
@@ -116,19 +118,34 @@ def targets(names: list[str]) -> int:
     return run(", ".join(names), [sys.executable, "-m", "cmake", "--build", str(build_tree()), "--target", *names])
 
 
+def link_programs() -> None:
+    """Put llama.cpp's programs next to `tq-ggml`: they find their libraries from where they really are."""
+    from tq_ggml.doctor import PROGRAMS as names
+
+    for name in names:
+        link = Path(sysconfig.get_path("scripts")) / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(build_tree() / "bin" / name)
+        print(link)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--llama-cpp-python", action="store_true", help="install llama-cpp-python without libraries")
     add_target = functools.partial(parser.add_argument, dest="targets", action="append_const")
     add_target("--llama-tests", const=TESTS, help="build llama.cpp's own tests of our types")
     add_target("--bench", const=BENCH, help="build the program that times attention")
+    add_target("--programs", const=PROGRAMS, help="build llama-server, llama-cli and others with the tq types")
     args = parser.parse_args()
     if args.llama_cpp_python and args.targets:
         parser.error("--llama-cpp-python is a step of its own")
     try:
         if args.llama_cpp_python:
             return llama_cpp_python()
-        return targets(args.targets) if args.targets else package()
+        failed = targets(args.targets) if args.targets else package()
+        if PROGRAMS in (args.targets or []) and not failed:
+            link_programs()
+        return failed
     except FetchError as error:
         print(f"build: {error}", file=sys.stderr)
         return 1

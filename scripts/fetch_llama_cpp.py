@@ -29,7 +29,7 @@ VERSION = "0.3.36"
 ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 PATCHES = Path(__file__).resolve().parent.parent / "c_src" / "patches"
-# What a build reads, and the programs that 0003 patches: the whole tree is three times as large.
+# What a build reads: the whole tree is three times as large.
 WANTED = (
     "CMakeLists.txt",
     "LICENSE",
@@ -38,6 +38,7 @@ WANTED = (
     "ggml",
     "include",
     "licenses",
+    "scripts",
     "src",
     "tests",
     "tools",

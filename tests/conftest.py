@@ -95,7 +95,7 @@ def write_tiny_gguf(
     writer.add_vocab_size(n_vocab)
     add_tokenizer(writer, tokens, n_vocab)
     for name, shape in _tensors(n_embd, n_ff, n_vocab, head_size, n_head, n_head_kv, n_layer):
-        writer.add_tensor(name, _weights(name, shape))
+        writer.add_tensor(name, weights(name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,7 +121,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str] | None, n_vocab: in
     writer.add_add_eos_token(True)
 
 
-def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name.endswith("norm.weight"):
         return np.ones(shape, dtype=np.float32)
     rng = np.random.default_rng(sum(name.encode()))

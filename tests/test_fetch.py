@@ -306,7 +306,7 @@ def test_a_failed_build_shows_why_and_keeps_its_log(tmp_path, monkeypatch, capsy
 def test_the_wheel_carries_each_library_once():
     names = [path.name for path in library.lib_dir().iterdir()]
     kinds = sorted(name.split(".")[0] for name in names)
-    assert kinds == ["libggml", "libggml-base", "libggml-cpu", "libllama", "libtq"], names
+    assert kinds == ["libggml", "libggml-base", "libggml-cpu", "libggml-rpc", "libllama", "libtq"], names
 
 
 def test_the_libraries_find_each_other_from_their_own_folder():

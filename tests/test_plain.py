@@ -48,6 +48,23 @@ def test_a_plain_llama_has_flash_attention_and_the_calibration(smollm2_path, opt
     assert ("} 1 " in said) == ("TQ" in options)  # LLAMA_FLASH_ATTN_TYPE_ENABLED
 
 
+LANGCHAIN = """
+import sys, tq_ggml
+from tq_ggml.conditioning import conditioned_layers
+tq_ggml.activate()
+from langchain_community.llms import LlamaCpp
+types = {"type_k": tq_ggml.TQ4, "type_v": tq_ggml.TQ3}
+llm = LlamaCpp(model_path=sys.argv[1], n_ctx=256, max_tokens=4, temperature=0, verbose=False, model_kwargs=types)
+print(llm.invoke("The capital of France is"), vars(conditioned_layers(llm.client.ctx)))
+"""
+
+
+def test_langchain(smollm2_path):
+    command = [sys.executable, "-c", LANGCHAIN, str(smollm2_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "Paris" in done.stdout and "'positional': 30" in done.stdout, done.stderr
+
+
 def test_a_calibration_that_cannot_be_used_is_said_and_left_out(smollm2_path, tmp_path):
     options = "dict(type_k=tq_ggml.TQ4, type_v=tq_ggml.TQ4)"
     said, errors = run(smollm2_path, options, TQ_GGML_CALIBRATION=str(tmp_path / "none"))

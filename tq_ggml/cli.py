@@ -158,6 +158,9 @@ def _shared() -> argparse.ArgumentParser:
         help="constants that condition the keys: auto for tq types (made once where the model has none), on for every "
         "quantised type, off, or a file of `tq-ggml calibrate` (default: auto)",
     )
+    parser.add_argument(
+        "--rpc", metavar="HOST:PORT[,...]", help="split the model over these ggml-rpc-servers (docs/rpc.md)"
+    )
     types = parser.add_argument_group(f"cache types ({names()})")
     types.add_argument(
         "--cache-type", type=_pair, metavar="TYPE", help="type of keys and values, or KEYS/VALUES: tq4, q8_0/tq4"

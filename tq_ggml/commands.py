@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tq_ggml import behaviour, benchmark, calibration, engine, report, texts
+from tq_ggml import behaviour, benchmark, calibration, engine, report, rpc, texts
 from tq_ggml.benchmark import Test
 from tq_ggml.cache_types import CacheType, Pair, parse_pair
 from tq_ggml.calibration_commands import calibrate, inspect, recommend  # noqa: F401 - cli.py looks them up here
@@ -92,10 +92,18 @@ def _opened(args: argparse.Namespace) -> engine.Model:
     args.types = _types(args)
     if args.plot:
         report.check_plot(args.plot)
-    path = resolve_model(args.model)
+    path = _model_path(args)
     if args.command != "bench":
         args.text = texts.demo_text() if args.text is None else texts.named_text(args.text)
     return engine.Model(path)
+
+
+def _model_path(args: argparse.Namespace) -> Path:
+    """The model's file; and the servers that it is to be split over, made ready."""
+    path = resolve_model(args.model)
+    if args.rpc:
+        rpc.use_servers(args.rpc)
+    return path
 
 
 def _calibrate(args: argparse.Namespace, model: engine.Model) -> None:
@@ -218,7 +226,7 @@ def chat(args: argparse.Namespace) -> None:
     from tq_ggml import session
     from tq_ggml.llama import Llama
 
-    path, saved = resolve_model(args.model), args.session is not None and args.session.exists()
+    path, saved = _model_path(args), args.session is not None and args.session.exists()
     if saved and args.n_ctx is None:
         args.n_ctx = session.context_of(args.session)
     llama = Llama(path, **_engine_options(args, path))
@@ -245,6 +253,7 @@ def _engine_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         "n_ctx": args.n_ctx or min(DEFAULT_CHAT_CTX, check_gguf(path).n_ctx_train),
         "n_threads": args.threads,
         "n_threads_batch": args.threads,
+        "n_gpu_layers": -1 if args.rpc else 0,
         "chat_format": getattr(args, "chat_format", None),
     }
 
@@ -253,7 +262,7 @@ def serve(args: argparse.Namespace) -> None:
     """``tq-ggml serve``."""
     from tq_ggml import server  # needs packages that nothing else needs
 
-    path = resolve_model(args.model)
+    path = _model_path(args)
     with contextlib.closing(server.listen(args.host, args.port)) as sock:
         server.warn_if_open(args.host, args.api_key)
         llama = server.ServedLlama(path, **_engine_options(args, path), **server.embedding_options(args.embedding))

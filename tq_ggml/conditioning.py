@@ -281,7 +281,7 @@ def conditioned(moments: Mapping[int, KeyMoments] | None, *, mean_block: int = 0
     ]
     constants = _KeyConstants(len(layers), (_LayerConstants * len(layers))(*layers), mean_block)
     use = _function("tq_use_key_constants", None, ctypes.POINTER(_KeyConstants))
-    use(ctypes.byref(constants) if layers else None)
+    use(ctypes.byref(constants))  # without layers too: else the engine would take the model's own
     _here.decided = True
     try:
         yield

@@ -6,6 +6,7 @@ import contextlib
 import platform
 import re
 import sys
+import sysconfig
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,9 @@ CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_v
 NMSE_LIMITS = {"tq4": 0.0066, "tq3": 0.0285}
 VERSIONS = {"tq_ggml": "tq-ggml", "llama_cpp": "llama-cpp-python", "numpy": "numpy"}
 
+
+PROGRAMS = ("llama-server", "llama-cli", "llama-bench", "llama-perplexity", "ggml-rpc-server")
+"""llama.cpp's own programs that `make programs` builds with the tq types (c_src/llama.cmake has the same list)."""
 
 LIBRARY = re.compile(r"lib(tq|llama|ggml[a-z-]*)\.(?:so|dylib)")
 
@@ -52,6 +56,7 @@ def examine() -> dict[str, Any]:
         "simd_level": attempt(_simd_level),
         "libraries": attempt(_libraries),
         "attention": attempt(_attention),
+        "programs": attempt(_programs),
         "types": attempt(_types),
         "round_trip_nmse": attempt(_round_trip),
         "cache_folder": str(packages.cache_dir()),
@@ -118,6 +123,12 @@ def _attention() -> str:
 
     stock = library.activate().llama_cpp._lib.tq_attention_uses_stock()
     return "llama.cpp's own, except for tq3 and tq4 (TQ_ATTENTION=stock)" if stock & 1 else "tq-ggml's"
+
+
+def _programs() -> dict[str, str]:
+    """Where llama.cpp's own programs are; elsewhere on the path may be others, which do not know our types."""
+    paths = [Path(sysconfig.get_path("scripts")) / name for name in PROGRAMS]
+    return {path.name: str(path) if path.exists() else "not built (`make programs`)" for path in paths}
 
 
 def _types() -> dict[str, int]:

@@ -35,7 +35,12 @@ class Plan:
 
     def __init__(self, info: GgufInfo, planned: Callable[[CacheType, CacheType, int], tuple[int, int]]) -> None:
         f16 = resolve("f16")
-        self.info, self._f16 = info, functools.cache(lambda n_ctx: planned(f16, f16, n_ctx))
+        self.info, self._planned = info, planned
+        self._f16 = functools.cache(lambda n_ctx: planned(f16, f16, n_ctx))
+
+    def takes(self, pair: Pair) -> bool:
+        """Whether llama.cpp makes such a cache: one of latents (MLA) has keys and values in one."""
+        return pair[0] == pair[1] or sum(self._planned(*pair, _STEP)) > 0
 
     def kv_bytes(self, pair: Pair, n_ctx: int) -> int:
         """Bytes of keys and values at a context of ``n_ctx`` tokens. Whole blocks: exact for every type."""
@@ -65,7 +70,7 @@ def _rows(plan: Plan, memory: int, contexts: list[int]) -> list[dict]:
     info, found = plan.info, []
     for name in TYPES:
         pair = parse_pair(name)
-        if not all(map(fits_heads, pair, (info.head_size_k, info.head_size_v))):
+        if not all(map(fits_heads, pair, (info.head_size_k, info.head_size_v))) or not plan.takes(pair):
             continue
         kv = {n: plan.kv_bytes(pair, n) for n in contexts}
         if not all(kv.values()):

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 
+from tq_ggml import rpc
 from tq_ggml.cache_types import CACHE_TYPES, CacheType, resolve
+from tq_ggml.conditioning import conditioned
 from tq_ggml.errors import CacheTypeError, EngineError
 from tq_ggml.library import activate, kv_cache_bytes, require_type, uninterrupted
 from tq_ggml.models import GgufInfo
@@ -58,7 +60,7 @@ def _check_head_size(info: GgufInfo, what: str, cache_type: CacheType, head_size
 
 def _check_memory(info: GgufInfo, type_k: CacheType, type_v: CacheType, n_ctx: int, weights: int) -> None:
     free = available_memory()
-    if free is None:
+    if free is None or rpc.servers():  # whose memory is not this machine's
         return
     # Weights are mapped and may be larger than the memory, at disk speed; then only the cache has to fit.
     room = free - weights if weights < free else free
@@ -141,7 +143,7 @@ def _plan(model: int | None, type_k: CacheType, type_v: CacheType, n_ctx: int) -
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.type_k, params.type_v = n_ctx, type_k.ggml_id, type_v.ggml_id
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    with uninterrupted():
+    with uninterrupted(), conditioned(None):
         ctx = llama_cpp.llama_init_from_model(model, params) if model else None
         try:
             return kv_cache_bytes(ctx) if ctx else (0, 0)

@@ -45,5 +45,5 @@ def _calibrated(path: str, type_k: Any) -> AbstractContextManager[None]:
     except TqError as problem:
         # Whoever called expects llama_cpp's errors, and the context works without.
         print(f"tq-ggml: {problem}: keys are not conditioned", file=sys.stderr)
-        return nullcontext()
+        return conditioning.conditioned(None)
     return conditioning.conditioned(chosen and chosen.constants_for(type_k))

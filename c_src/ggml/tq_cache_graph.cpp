@@ -18,7 +18,7 @@ public:
 
     void set_input(const llama_ubatch * ubatch) override {
         if (tokens != nullptr && tokens->buffer != nullptr) {
-            memcpy(tokens->data, ubatch->pos, ggml_nbytes(tokens));
+            ggml_backend_tensor_set(tokens, ubatch->pos, 0, ggml_nbytes(tokens));
         }
         if (cells != nullptr && cells->buffer != nullptr) {
             set_cells();
@@ -37,16 +37,19 @@ public:
 private:
     void set_cells() {
         const llama_kv_cache_context & ctx = *cache();
+        positions.resize(ggml_nelements(cells));
         for (int64_t s = 0; s < cells->ne[1]; s++) {
             const llama_kv_cells & from = access::cells(access::cache(ctx), access::first_stream(ctx) + (uint32_t) s);
-            int32_t *              to   = (int32_t *) cells->data + s * cells->ne[0];
+            int32_t *              to   = positions.data() + s * cells->ne[0];
             for (int64_t i = 0; i < cells->ne[0]; i++) {
                 to[i] = from.is_empty((uint32_t) i) ? 0 : from.pos_get((uint32_t) i);
             }
         }
+        ggml_backend_tensor_set(cells, positions.data(), 0, ggml_nbytes(cells));
     }
 
     std::function<const llama_kv_cache_context *()> cache;
+    std::vector<int32_t>                            positions;  // of cells
 };
 
 static ggml_tensor * new_positions(ggml_context * ctx, const char * name, int64_t n0, int64_t n1) {

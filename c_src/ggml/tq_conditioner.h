@@ -8,6 +8,7 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 class llama_kv_cache;
@@ -37,19 +38,27 @@ struct tq_stored_moments {
     std::vector<float> mean, start, variance, covariance, query_energy, query_product;
 };
 
+// The constants that a model carries in its metadata, or a side file holds (tq_ggml/calibration.py writes both).
+struct tq_model_constants {
+    std::map<int, tq_stored_moments> layers;
+    std::string                      problem;  // what is wrong with them; then there are no layers
+};
+
 // How far each pair has turned at each block of positions: tq_key_mean's table.
 struct tq_block_table {
     struct entry {
         size_t cosine, sine;
     };
 
-    tq_block_table(const tq_rope & rope, int block, int n_positions);
+    tq_block_table(const tq_rope & rope, int block, int n_positions, ggml_backend_buffer_type_t buft);
     int   block_of(llama_pos position) const;
     entry entry_of(int block, int pair) const;  // in turns
 
-    tq_rope       rope;
-    int           block, n_fast, n_blocks;
-    ggml_tensor * turns;
+    tq_rope                    rope;
+    int                        block, n_fast, n_blocks;
+    std::vector<float>         values;  // of turns, which a graph takes and the host may not be able to read
+    ggml_tensor *              turns;
+    ggml_backend_buffer_type_t buft;
 
 private:
     double window_middle(int block) const;
@@ -111,7 +120,11 @@ public:
 private:
     std::unique_ptr<tq_conditioned_layer> make(const llama_cparams & cparams, int il, bool takes_mean);
     tq_conditioned_mode                   mode_of(const tq_stored_moments & s, bool takes_mean) const;
-    std::shared_ptr<const tq_block_table> table_for(const tq_rope & rope, int block, int n_positions);
+    std::shared_ptr<const tq_block_table> table_for(const tq_rope & rope, int block, int n_positions,
+                                                    ggml_backend_buffer_type_t buft);
+
+    void take(const tq_key_constants & given);
+    void take_from_model();
 
     const llama_kv_cache &                               kv;
     int                                                  mean_block = TQ_MEAN_BLOCK;

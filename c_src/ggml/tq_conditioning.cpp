@@ -4,8 +4,10 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "llama-context.h"
+#include "llama-impl.h"
 #include "llama-model.h"
 #include "tq_attn.h"
+#include "tq_constants.h"
 #include "tq_flash_attn.h"
 #include "tq_kv_access.h"
 
@@ -82,10 +84,6 @@ static ggml_context * context_for(int n_tensors) {
     return ggml_init({ n_tensors * ggml_tensor_overhead(), nullptr, true });
 }
 
-static ggml_backend_buffer_t allocate(ggml_context * ctx) {
-    return ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_cpu_buffer_type());
-}
-
 static ggml_tensor * new_tensor(ggml_context * ctx, const char * name, int64_t n0, int64_t n1, int64_t n2 = 1) {
     return ggml_set_name(ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n0, n1, n2), name);
 }
@@ -100,8 +98,8 @@ static int count_fast(const tq_rope & rope, int block) {
     return n;
 }
 
-tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions)
-    : rope(rope), block(block), n_fast(count_fast(rope, block)), ctx(context_for(1)) {
+tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions, ggml_backend_buffer_type_t buft)
+    : rope(rope), block(block), n_fast(count_fast(rope, block)), buft(buft), ctx(context_for(1)) {
     const int n_used = (n_positions + block - 1) / block;
     n_blocks         = GGML_PAD(n_used + 1, TQ_MEAN_WINDOW);  // the last one stays zero, of slow pairs its whole window
     if (n_blocks - n_used <= TQ_MEAN_WINDOW) {
@@ -109,17 +107,18 @@ tq_block_table::tq_block_table(const tq_rope & rope, int block, int n_positions)
     }
     const int n_floats = 2 * n_fast * TQ_MEAN_WINDOW + GGML_PAD(rope.n_rot - 2 * n_fast, TQ_MEAN_PAD);
     turns              = new_tensor(ctx.get(), "tq_turns", std::max(n_floats, 1), n_blocks / TQ_MEAN_WINDOW);
-    buffer.reset(allocate(ctx.get()));
-    ggml_backend_buffer_clear(buffer.get(), 0);
+    buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+    values.resize(ggml_nelements(turns));
     for (int b = 0; b < n_used; b++) {
         for (int i = 0; i < rope.n_rot / 2; i++) {
-            const entry  e                    = entry_of(b, i);
-            const double angle                = rope.angle[i];
-            const double middle               = angle * (i < n_fast ? b * block + (block - 1) / 2.0 : window_middle(b));
-            ((float *) turns->data)[e.cosine] = (float) std::cos(middle);
-            ((float *) turns->data)[e.sine]   = (float) std::sin(middle);
+            const entry  e      = entry_of(b, i);
+            const double angle  = rope.angle[i];
+            const double middle = angle * (i < n_fast ? b * block + (block - 1) / 2.0 : window_middle(b));
+            values[e.cosine]    = (float) std::cos(middle);
+            values[e.sine]      = (float) std::sin(middle);
         }
     }
+    ggml_backend_tensor_set(turns, values.data(), 0, ggml_nbytes(turns));
 }
 
 double tq_block_table::window_middle(int b) const {
@@ -203,27 +202,32 @@ static void damp_mean(std::vector<float> & mean, const tq_block_table & table, i
     }
 }
 
-// The tensors that graphs take: the scale of each query head, and the mean as attention needs it.
-static void make_tensors(tq_conditioned_layer & l, int n_head) {
+// The tensors that graphs take, where the layer's keys are: the scale of each query head, and the mean as attention
+// needs it.
+static void make_tensors(tq_conditioned_layer & l, int n_head, ggml_backend_buffer_type_t buft) {
     l.ctx.reset(context_for(2));
     const int head = l.head_size, group = n_head / l.n_head_kv;
     l.scale_q = new_tensor(l.ctx.get(), "tq_scale", head, n_head);
     if (l.mode == TQ_POSITIONAL) {
         l.mean_over_scale = new_tensor(l.ctx.get(), "tq_mean", head, l.n_head_kv, 3);
     }
-    l.buffer.reset(allocate(l.ctx.get()));
+    l.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(l.ctx.get(), buft));
     for (int h = 0; h < n_head; h++) {
-        memcpy((float *) l.scale_q->data + (size_t) h * head, l.scale.data() + (size_t) (h / group) * head,
-               head * sizeof(float));
+        ggml_backend_tensor_set(l.scale_q, l.scale.data() + (size_t) (h / group) * head,
+                                (size_t) h * head * sizeof(float), head * sizeof(float));
     }
-    const size_t n = l.mean.size();
-    for (size_t i = 0; l.mean_over_scale != nullptr && i < n; i++) {
-        float *      out     = (float *) l.mean_over_scale->data + i;
+    if (l.mean_over_scale == nullptr) {
+        return;
+    }
+    const size_t       n = l.mean.size();
+    std::vector<float> out(3 * n);
+    for (size_t i = 0; i < n; i++) {
         const size_t partner = i - i % head + tq_partner(l.table->rope, (int) (i % head));
-        out[0]               = l.mean[i] / l.scale[i];
-        out[n]               = l.mean[partner] / l.scale[i];
-        out[2 * n]           = l.start[i] / l.scale[i];
+        out[i]               = l.mean[i] / l.scale[i];
+        out[n + i]           = l.mean[partner] / l.scale[i];
+        out[2 * n + i]       = l.start[i] / l.scale[i];
     }
+    ggml_backend_tensor_set(l.mean_over_scale, out.data(), 0, ggml_nbytes(l.mean_over_scale));
 }
 
 void tq_conditioned_layer::condition(const float * k, float * out, int head, int n, llama_pos position) const {
@@ -260,7 +264,7 @@ void tq_conditioned_layer::mean_at(int head, llama_pos position, float * mu) con
     }
     const tq_rope & rope  = table->rope;
     const float *   m     = mean.data() + (size_t) head * head_size;
-    const float *   turns = (const float *) table->turns->data;
+    const float *   turns = table->values.data();
     const int       block = table->block_of(mode == TQ_CONSTANT ? 0 : position);
     for (int i = 0; i < rope.n_rot / 2; i++) {
         const int   a = tq_first_of_pair(rope, i), b = tq_second_of_pair(rope, i);
@@ -276,16 +280,25 @@ void tq_conditioned_layer::mean_at(int head, llama_pos position, float * mu) con
 
 // ---- a cache ----
 
+static bool is_ours(ggml_type type) {
+    return type == GGML_TYPE_TQ3 || type == GGML_TYPE_TQ4;
+}
+
 tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filter), user(current_user), kv(kv) {
-    if (current_constants == nullptr) {
-        return;
+    if (current_constants != nullptr) {
+        take(*current_constants);
+    } else if (access::n_layers(kv) > 0 && ggml_is_quantized(kv.type_k())) {  // some models have an empty cache
+        take_from_model();
     }
-    for (mean_block = 1; mean_block < current_constants->mean_block && mean_block < TQ_MAX_MEAN_BLOCK;) {
+}
+
+void tq_conditioner::take(const tq_key_constants & given) {
+    for (mean_block = 1; mean_block < given.mean_block && mean_block < TQ_MAX_MEAN_BLOCK;) {
         mean_block *= 2;
     }
-    mean_block = current_constants->mean_block > 0 ? mean_block : TQ_MEAN_BLOCK;
-    for (int i = 0; i < current_constants->n_layers; i++) {
-        const tq_layer_constants & c = current_constants->layers[i];
+    mean_block = given.mean_block > 0 ? mean_block : TQ_MEAN_BLOCK;
+    for (int i = 0; i < given.n_layers; i++) {
+        const tq_layer_constants & c = given.layers[i];
         const size_t               n = (size_t) c.n_head_kv * c.head_size;
         tq_stored_moments &        s = constants[c.il];
         s.n_head_kv                  = c.n_head_kv;
@@ -301,6 +314,30 @@ tq_conditioner::tq_conditioner(const llama_kv_cache & kv) : filter(current_filte
             s.start.assign(c.start, c.start + n);
         }
     }
+}
+
+// Nobody chose for this thread, as in llama.cpp's own programs: TQ_GGML_CALIBRATION decides, as `tq-ggml
+// --calibration`.
+void tq_conditioner::take_from_model() {
+    const char *      variable = getenv("TQ_GGML_CALIBRATION");
+    const std::string choice   = variable != nullptr && *variable ? variable : "auto";
+    const bool        is_file  = choice != "auto" && choice != "on" && choice != "off";
+    if (choice == "off" || (choice == "auto" && !is_ours(kv.type_k()))) {
+        return;
+    }
+    const auto found = is_file ? tq_read_constants(choice.c_str()) : access::model(kv).tq;
+    if (found == nullptr) {
+        LLAMA_LOG_WARN(
+            "tq-ggml: the model carries no calibration, so its keys are not conditioned, which costs quality; "
+            "`tq-ggml calibrate MODEL -o COPY` writes a copy that does\n");
+        return;
+    }
+    if (!found->problem.empty()) {
+        throw std::runtime_error("tq-ggml: the calibration in " + (is_file ? choice : "the model") +
+                                 " is unusable: " + found->problem + "; make it again, or set TQ_GGML_CALIBRATION=off");
+    }
+    constants = found->layers;
+    LLAMA_LOG_INFO("tq-ggml: constants for the keys of %zu layers\n", constants.size());
 }
 
 tq_conditioner & tq_conditioner::of(llama_kv_cache & kv) {
@@ -329,8 +366,8 @@ static bool goes_around(llm_arch arch) {
 }
 
 static bool attends_with_ours(const llama_kv_cache & kv, int head_size) {
-    return (kv.type_k() == GGML_TYPE_TQ3 || kv.type_k() == GGML_TYPE_TQ4) && tq_cache_type_of(kv.type_v()) >= 0 &&
-           access::flash_attention(kv) && head_size <= TQ_MAX_HEAD;
+    return is_ours(kv.type_k()) && tq_cache_type_of(kv.type_v()) >= 0 && access::flash_attention(kv) &&
+           head_size <= TQ_MAX_HEAD;
 }
 
 tq_conditioned_mode tq_conditioner::mode_of(const tq_stored_moments & s, bool takes_mean) const {
@@ -360,10 +397,11 @@ std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams &
     layer->n_head_kv            = s.n_head_kv;
     layer->head_size            = s.head_size;
     layer->mode                 = mode_of(s, takes_mean);
-    const int n_ctx             = (int) cparams.n_ctx_seq;
+    const int  n_ctx            = (int) cparams.n_ctx_seq;
+    const auto buft             = access::key_buffer_type(kv, il);
     if (layer->mode != TQ_SCALED) {
         layer->mean  = s.mean;
-        layer->table = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx);
+        layer->table = table_for(rope, layer->mode == TQ_POSITIONAL ? mean_block : n_ctx, n_ctx, buft);
         damp_mean(layer->mean, *layer->table, s.head_size, layer->mode == TQ_POSITIONAL);
         layer->start = s.start.empty() ? layer->mean : s.start;
     }
@@ -371,17 +409,18 @@ std::unique_ptr<tq_conditioned_layer> tq_conditioner::make(const llama_cparams &
     for (float x : layer->scale) {
         layer->inverse.push_back(1.0f / x);
     }
-    make_tensors(*layer, (int) hp.n_head(il));
+    make_tensors(*layer, (int) hp.n_head(il), buft);
     return layer;
 }
 
-std::shared_ptr<const tq_block_table> tq_conditioner::table_for(const tq_rope & rope, int block, int n_positions) {
+std::shared_ptr<const tq_block_table> tq_conditioner::table_for(const tq_rope & rope, int block, int n_positions,
+                                                                ggml_backend_buffer_type_t buft) {
     for (const auto & t : tables) {
-        if (t->block == block && memcmp(&t->rope, &rope, sizeof(rope)) == 0) {
+        if (t->block == block && t->buft == buft && memcmp(&t->rope, &rope, sizeof(rope)) == 0) {
             return t;
         }
     }
-    tables.push_back(std::make_shared<const tq_block_table>(rope, block, n_positions));
+    tables.push_back(std::make_shared<const tq_block_table>(rope, block, n_positions, buft));
     return tables.back();
 }
 

@@ -40,8 +40,9 @@ typedef struct {
 
 #define TQ_MEAN_BLOCK 8
 
-// The constants of the KV caches in contexts that this thread makes from now on; NULL: none. They are copied while the
-// context is made, not here.
+// The constants of the KV caches in contexts that this thread makes from now on; NULL: for tq types those that the
+// model carries, or what the environment's TQ_GGML_CALIBRATION says. They are copied while the context is made, not
+// here.
 LLAMA_API void tq_use_key_constants(const tq_key_constants * constants);
 
 // Rows on the way into a KV cache (or, of queries, to attention), to be read or changed in place.

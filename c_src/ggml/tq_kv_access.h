@@ -47,6 +47,12 @@ struct tq_kv_cache_access {
         return (int) kv.layers[kv.map_layer_ids.at(il)].il;
     }
 
+    // Where the keys of a model layer that writes them are kept.
+    static ggml_backend_buffer_type_t key_buffer_type(const llama_kv_cache & kv, int il) {
+        const ggml_tensor * keys = kv.layers[kv.map_layer_ids.at(il)].k;
+        return keys->buffer != nullptr ? ggml_backend_buffer_get_type(keys->buffer) : ggml_backend_cpu_buffer_type();
+    }
+
     static uint64_t k_bytes(const llama_kv_cache & kv) {
         return kv.size_k_bytes();
     }
