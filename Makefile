@@ -7,7 +7,7 @@ C_FILES = $(filter-out %codebook.h,$(wildcard c_src/tq/*.[ch] c_src/ggml/*.[ch] 
 	tests/*.c))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test dev programs bench sanitize lint format codebooks clean
+.PHONY: help demo test dev programs wheel bench sanitize lint format codebooks clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +29,9 @@ programs: $(VENV)/built  ## build llama.cpp's own llama-server, llama-cli, llama
 bench: $(VENV)/built $(VENV)/bench  ## measure attention and whole models, and write docs/speed.md; about an hour
 	@$(BIN)/python scripts/build.py --bench
 	$(BIN)/python scripts/bench.py
+
+wheel: $(VENV)/built $(VENV)/wheel  ## build the wheel that travels and try it, emulated as well; ARCH=aarch64 for Arm
+	@$(BIN)/python scripts/wheel.py $(if $(ARCH),--arch $(ARCH))
 
 sanitize: $(VENV)/built $(VENV)/tests  ## tests under ASan and UBSan (as make test), and attention in ggml under TSan
 	TQ_THREAD_SANITIZER=1 $(BIN)/python -m pytest -k sanitizer
@@ -72,6 +75,10 @@ $(VENV)/tests: $(VENV)/packages
 
 $(VENV)/bench: $(VENV)/packages
 	$(BIN)/python -m pip install --quiet --group bench
+	@touch $@
+
+$(VENV)/wheel: $(VENV)/packages
+	$(BIN)/python -m pip install --quiet --group wheel
 	@touch $@
 
 $(VENV)/lint: $(VENV)/packages

@@ -77,6 +77,8 @@ foreach(target ${LLAMA_LIBS})
     install(TARGETS ${target} LIBRARY DESTINATION tq_ggml/lib NAMELINK_SKIP)
 endforeach()
 
+install(FILES ${LLAMA_TREE}/LICENSE DESTINATION tq_ggml/lib RENAME LICENSE.llama.cpp)
+
 # The proof that the built engine has the types, and the ids that tq_ggml/cache_types.py says.
 add_executable(tq-check-types EXCLUDE_FROM_ALL ggml/tq_check_types.c)
 target_link_libraries(tq-check-types PRIVATE ggml ggml-base)

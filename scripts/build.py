@@ -82,8 +82,7 @@ def llama_cpp_python() -> int:
     try:
         found = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        off = [f"--config-settings=cmake.define.{part}_BUILD=OFF" for part in ("LLAMA", "LLAVA")]
-        return run(f"{PACKAGE} {VERSION}", [*PIP, *off, str(archive())])
+        return run(f"{PACKAGE} {VERSION}", [*PIP, "--config-settings=wheel.cmake=false", str(archive())])
     if found != VERSION:
         print(f"{PACKAGE} {found} is installed; tq-ggml needs {VERSION}. Use another environment.", file=sys.stderr)
         return 1

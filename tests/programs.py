@@ -61,6 +61,19 @@ def wait_for_port(port: int, process: subprocess.Popen) -> None:
             time.sleep(0.05)
 
 
+def wait_for_health(url: str, process: subprocess.Popen, log: Path) -> None:
+    """Until a server has loaded its model."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (OSError, urllib.error.URLError):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 class Server:
     """A running llama-server."""
 
@@ -69,15 +82,7 @@ class Server:
 
     def wait(self) -> None:
         """Until the model is loaded."""
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                with urllib.request.urlopen(f"{self._url}/health", timeout=5):
-                    return
-            except (OSError, urllib.error.URLError):
-                assert self.process.poll() is None, self.log.read_text()[-3000:]
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        wait_for_health(self._url, self.process, self.log)
 
     def complete(self, prompt: str, n_predict: int) -> list[int]:
         """Token ids of the likeliest continuation."""

@@ -30,7 +30,7 @@ from tq_ggml.errors import CacheTypeError, EngineError
 LLAMA_CPP_PYTHON = "0.3.36"
 """The llama-cpp-python whose ctypes declarations match our libraries; any other may read structs wrongly."""
 
-_INSTALL = f'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip install llama-cpp-python=={LLAMA_CPP_PYTHON}'
+_INSTALL = f"pip install --config-settings=wheel.cmake=false llama-cpp-python=={LLAMA_CPP_PYTHON}"
 REBUILD = "build it with `make dev` or `pip install --force-reinstall --no-deps .` in the tq-ggml source"
 _LIBLLAMA = ("libllama.so", "libllama.dylib", "llama.dll")
 _LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
