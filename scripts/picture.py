@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw docs/why.svg, the README's picture: what each cache type costs in memory and in quality, from docs/quality.md."""
+"""Draw docs/why.svg, the README's picture: memory and quality of each cache type, from docs/quality.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def draw(models: list[str], klds: dict[str, list[float]], path: Path) -> None:
         for name, values in klds.items():
             bits, ours = parse_pair(name)[0].bits_per_value, name.startswith("tq")
             axis.semilogy(bits, values[i], "o" if ours else "s", color="C3" if ours else "0.5", markersize=8)
-            side = {"ha": "right", "xytext": (-8, -3)} if name in ("iq4_nl", "tq3") else {"ha": "left", "xytext": (8, -3)}
+            side = (
+                {"ha": "right", "xytext": (-8, -3)} if name in ("iq4_nl", "tq3") else {"ha": "left", "xytext": (8, -3)}
+            )
             weight = "bold" if ours else "normal"
             axis.annotate(name, (bits, values[i]), textcoords="offset points", weight=weight, **side)
         axis.set(title=model, xlabel="bits a value (f16: 16)", xlim=(2, 10.5), xticks=[3.5, 4.5, 8.5])

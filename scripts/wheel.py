@@ -4,9 +4,9 @@
     python scripts/wheel.py --arch aarch64   for 64-bit Arm, cross-compiled on x86-64
     python scripts/wheel.py --try-only       what dist/ holds, once more
 
-`make wheel` and `make wheel ARCH=aarch64` call it. A wheel is tried in a new environment with no compiler on its path: x86-64
-also on an emulated CPU without AVX (qemu-user), Arm under emulation with Debian's Python unpacked in a folder. There
-`tq-ggml doctor` must find no problem and SmolLM2 must answer.
+`make wheel` and `make wheel ARCH=aarch64` call it. A wheel is tried in a new environment with no compiler on its path:
+x86-64 also on an emulated CPU without AVX (qemu-user), Arm under emulation with Debian's Python unpacked in a folder.
+There `tq-ggml doctor` must find no problem and SmolLM2 must answer.
 """
 
 from __future__ import annotations

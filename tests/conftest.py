@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tq_ggml import models
+from tq_ggml.cli import main
 from tq_ggml.errors import TqError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -50,6 +51,14 @@ def smollm2_path() -> Path:
         return models.get("smollm2", progress=False)
     except TqError as problem:
         pytest.skip(f"needs the model smollm2, which cannot be fetched: {problem}")
+
+
+@pytest.fixture(scope="session")
+def calibrated_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with its calibration inside."""
+    path = tmp_path_factory.mktemp("calibrated") / "calibrated.gguf"
+    assert main(["calibrate", str(smollm2_path), "-o", str(path)]) == 0
+    return path
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import programs
 import pytest
 
 from tq_ggml import cli
-from tq_ggml.cli import main
 from tq_ggml.errors import TqError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,14 +55,28 @@ def test_every_page_is_reached_from_the_readme():
 
 
 def test_quoted_messages_are_the_codes():
-    sources = [*(ROOT / "tq_ggml").glob("*.py"), ROOT / "scripts" / "preflight.py", ROOT / "scripts" / "fetch_llama_cpp.py"]
+    sources = [
+        *(ROOT / "tq_ggml").glob("*.py"),
+        ROOT / "scripts" / "preflight.py",
+        ROOT / "scripts" / "fetch_llama_cpp.py",
+    ]
     code = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # one literal over several lines
-    code = re.sub(r"\{[^{}]*\}", "…", code)
+    code = re.sub(r"(\{[^{}]*\})+", "…", code)
     quoted = re.findall(r"^\| `([^|]+?)` \|", TEXT["docs/troubleshooting.md"], re.MULTILINE)
     assert len(quoted) > 20
     for message in quoted:
         assert message in code or re.sub(r"(; )?…$", "", message) in code, message
+
+
+def test_the_api_reference_is_up_to_date(tmp_path):
+    script = ROOT / "scripts" / "make_api_reference.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    changed = script.read_text(encoding="utf-8").replace("# API reference", "# API  reference")
+    (tmp_path / "other.py").write_text(changed.replace("Path(__file__).resolve().parent.parent", repr(ROOT), 1)
+                                       .replace(f"{ROOT!r} /", f"Path({str(ROOT)!r}) /"))  # fmt: skip
+    assert subprocess.run([sys.executable, tmp_path / "other.py", "--check"], capture_output=True).returncode == 1
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------
@@ -84,6 +97,7 @@ SMALL = {  # what is added to a command so that it takes seconds; the last of tw
     "llama-perplexity": "-c 64 --chunks 1 -t 2",
 }
 SERVERS = ("serve", "llama-server", "ggml-rpc-server")
+WITHOUT_HEALTH = ("ggml-rpc-server", "llama_cpp.server")
 
 
 def indented_lines() -> list[str]:
@@ -100,8 +114,10 @@ def indented_lines() -> list[str]:
 
 
 def inline_commands() -> list[str]:
-    """`tq-ggml ...` within sentences."""
-    found = [c for text in TEXT.values() for c in re.findall(r"`(?:\.venv/bin/)?(tq-ggml [a-z][^`]*)`", text)]
+    """`tq-ggml ...` within sentences; in the first column of a table stand messages."""
+    found = [
+        c for text in TEXT.values() for c in re.findall(r"(?<!^\| )`(?:\.venv/bin/)?(tq-ggml [a-z][^`]*)`", text, re.M)
+    ]
     return sorted(set(found))
 
 
@@ -110,14 +126,13 @@ def test_there_are_commands():
 
 
 @pytest.fixture(scope="module")
-def place(smollm2_path, tmp_path_factory) -> Iterator[tuple[Path, dict[str, str]]]:
+def place(smollm2_path, calibrated_path, tmp_path_factory) -> Iterator[tuple[Path, dict[str, str]]]:
     """A folder, and what stands for the documentation's placeholders in it."""
     folder = tmp_path_factory.mktemp("docs")
-    calibrated, text = folder / "MODEL-tq.gguf", folder / "text.txt"
-    assert main(["calibrate", str(smollm2_path), "-o", str(calibrated)]) == 0
+    text = folder / "text.txt"
     text.write_text(TEXT["docs/attention.md"], encoding="utf-8")
     names = {
-        "MODEL-tq.gguf": calibrated,
+        "MODEL-tq.gguf": calibrated_path,
         "Qwen3-4B.gguf": smollm2_path,
         "MODEL.gguf": smollm2_path,
         "NEW.gguf": folder / "new.gguf",
@@ -140,7 +155,10 @@ def test_command(command, place, tmp_path):
         words.pop(0)
     if words[0] in ("make", "pip"):
         check_make_or_pip(words)
-    elif words[0] == "python" and words[1].startswith("scripts/"):
+    elif words[:2] == ["python", "-c"]:
+        command = [sys.executable, *words[1:], "--n_ctx", "256", "--host", "127.0.0.1"]
+        serve(command, "llama_cpp.server", tmp_path)
+    elif words[0] == "python":
         done = subprocess.run([sys.executable, ROOT / words[1], "--help"], capture_output=True, text=True, cwd=folder)
         assert done.returncode == 0, done.stderr
         options = [word for word in words[2:] if word.startswith("--")]
@@ -196,7 +214,7 @@ def serve(command: list[str], what: str, folder: Path) -> None:
     if what == "ggml-rpc-server":
         command[command.index("-p") + 1] = str(port)
         command[command.index("-H") + 1] = "127.0.0.1"
-    else:
+    elif "--web" not in command:
         command += ["--port", str(port)]
     log = folder / "log"
     # --web opens a browser: one that there is not.
@@ -206,8 +224,9 @@ def serve(command: list[str], what: str, folder: Path) -> None:
             if "--web" in command:
                 port = port_of(log, process)
             programs.wait_for_port(port, process)
-            if what != "ggml-rpc-server":
+            if what not in WITHOUT_HEALTH:
                 programs.wait_for_health(f"http://127.0.0.1:{port}", process, log)
+            if what != "ggml-rpc-server":
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
                     assert b"data" in answer.read()
         finally:
@@ -227,7 +246,7 @@ def test_command_in_a_sentence_is_one(command):
     words = [word for word in shlex.split(command) if word != "…"]
     whole = ["-m", "MODEL"] if words[1] in ("compare", "bench", "perplexity", "chat", "serve") else []
     whole = [] if {"-m", "--model"} & set(words) else whole
-    if words[1] in ("calibrate", "inspect", "recommend") and (len(words) == 2 or words[2].startswith("-")):
+    if words[1] in ("calibrate", "inspect", "recommend", "fit") and (len(words) == 2 or words[2].startswith("-")):
         whole = ["MODEL"]
     try:
         cli.build_parser().parse_args([*words[1:], *whole])

@@ -19,14 +19,6 @@ PROMPT = "The capital of France is"
 OURS = [(name, t.name) for t in CACHE_TYPES if t.name.startswith("tq") for name in (t.name, *t.aliases)]
 
 
-@pytest.fixture(scope="module")
-def calibrated(smollm2_path, tmp_path_factory) -> Path:
-    """A model that carries its constants."""
-    path = tmp_path_factory.mktemp("calibrated") / "calibrated.gguf"
-    assert main(["calibrate", str(smollm2_path), "-o", str(path)]) == 0
-    return path
-
-
 def test_doctor_says_where_they_are():
     programs.program("llama-server")
     found = doctor.examine()["programs"]
@@ -52,7 +44,7 @@ def test_a_type_that_is_none_is_refused(smollm2_path, name):
     assert done.returncode != 0 and "cache type" in done.stderr.lower() + done.stdout.lower()
 
 
-def test_perplexity_with_and_without_the_models_constants(smollm2_path, calibrated, tmp_path):
+def test_perplexity_with_and_without_the_models_constants(smollm2_path, calibrated_path, tmp_path):
     """llama-perplexity's KL divergence: conditioning must be on by itself where the model carries its constants."""
     text, base = tmp_path / "text.txt", tmp_path / "base"
     text.write_text((Path(__file__).parent.parent / "docs" / "attention.md").read_text() * 2)
@@ -67,13 +59,13 @@ def test_perplexity_with_and_without_the_models_constants(smollm2_path, calibrat
         assert found.returncode == 0, said[-2000:]
         return float(re.search(r"Mean\s+KLD:\s+([0-9.]+)", said)[1]), said
 
-    conditioned, said = divergence(calibrated)
+    conditioned, said = divergence(calibrated_path)
     assert "constants for the keys of 30 layers" in said
     plain, said = divergence(smollm2_path)
     assert "carries no calibration" in said
     assert 0 < conditioned < 0.6 * plain
-    assert divergence(calibrated, TQ_GGML_CALIBRATION="off")[0] == pytest.approx(plain, rel=0.01)
-    assert divergence(smollm2_path, TQ_GGML_CALIBRATION=str(calibrated))[0] == pytest.approx(conditioned, rel=0.01)
+    assert divergence(calibrated_path, TQ_GGML_CALIBRATION="off")[0] == pytest.approx(plain, rel=0.01)
+    assert divergence(smollm2_path, TQ_GGML_CALIBRATION=str(calibrated_path))[0] == pytest.approx(conditioned, rel=0.01)
 
 
 def test_constants_that_cannot_be_used_are_an_error(smollm2_path, tmp_path):
@@ -85,9 +77,9 @@ def test_constants_that_cannot_be_used_are_an_error(smollm2_path, tmp_path):
         assert done.returncode == 1 and why in done.stdout + done.stderr
 
 
-def test_llama_cli_answers_as_our_chat_does(calibrated, capsys):
+def test_llama_cli_answers_as_our_chat_does(calibrated_path, capsys):
     asked = "What is the capital of France?"
-    common = ["-m", str(calibrated), "--temp", "0", "-c", "512", "-t", "2"]
+    common = ["-m", str(calibrated_path), "--temp", "0", "-c", "512", "-t", "2"]
     assert main(["chat", *common, "--cache-type", "tq4/tq3", "--max-tokens", "8", "--prompt", asked]) == 0
     reply = capsys.readouterr().out.strip()
     done = programs.run("llama-cli", *common, "-ctk", "turbo4", "-ctv", "tq3", "-n", "8", "-st", "-p", asked)
@@ -102,9 +94,10 @@ print([token for token, _ in zip(llm.generate(tokens, temp=0), range(16))])
 """
 
 
-def test_llama_server_gives_the_tokens_that_ours_does(calibrated, tmp_path):
-    done = subprocess.run([sys.executable, "-c", SAME, calibrated, PROMPT], capture_output=True, text=True, timeout=120)
-    with programs.server(tmp_path, calibrated, "-ctk", "tq4", "-ctv", "tq3") as server:
+def test_llama_server_gives_the_tokens_that_ours_does(calibrated_path, tmp_path):
+    command = [sys.executable, "-c", SAME, calibrated_path, PROMPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    with programs.server(tmp_path, calibrated_path, "-ctk", "tq4", "-ctv", "tq3") as server:
         server.wait()
         assert server.complete(PROMPT, 16) == json.loads(done.stdout), done.stderr
     said = server.log.read_text()

@@ -75,14 +75,12 @@ def test_the_tokens_of_one_process(smollm2_path, workers, cache_type):
     assert kv[0] == kv[1], "the same cache, conditioned in as many layers"
 
 
-def test_llama_server_with_a_share_of_the_cache_on_each(smollm2_path, workers, tmp_path):
-    calibrated = tmp_path / "calibrated.gguf"
-    assert main(["calibrate", str(smollm2_path), "-o", str(calibrated)]) == 0
+def test_llama_server_with_a_share_of_the_cache_on_each(calibrated_path, workers, tmp_path):
     types = ["-ctk", "tq4", "-ctv", "tq4"]
-    with programs.server(tmp_path, calibrated, *types) as server:
+    with programs.server(tmp_path, calibrated_path, *types) as server:
         server.wait()
         alone = server.complete(PROMPT, 16)
-    with programs.server(tmp_path, calibrated, *types, "--rpc", joined(workers)) as server:
+    with programs.server(tmp_path, calibrated_path, *types, "--rpc", joined(workers)) as server:
         server.wait()
         assert server.complete(PROMPT, 16) == alone
     said = server.log.read_text()
