@@ -21,8 +21,8 @@ that are not here, may change at any time. Every error that is meant for the use
 """
 MODULES = (
     *("errors", "cache_types", "llama", "library", "kernels", "engine", "models", "fit"),
-    *("evaluation", "benchmark", "behaviour", "calibration", "inspection", "conditioning", "metadata", "rpc", "session"),
-    *("codebooks", *(f"reference.{name}" for name in ("blocks", "rotations", "methods", "polar", "cache"))),
+    *("evaluation", "benchmark", "behaviour", "calibration", "inspection", "conditioning", "metadata", "rpc"),
+    *("session", "codebooks", *(f"reference.{name}" for name in ("blocks", "rotations", "methods", "polar", "cache"))),
 )
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):$")
 
