@@ -47,7 +47,8 @@ set(HOOK ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_hook.c ${CMAKE_CURRENT_SOURCE_DIR}/
     ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_set_rows.c)
 target_sources(ggml-cpu PRIVATE ${HOOK})
 set(GRAPH ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_cache_graph.cpp ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_conditioning.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_constants.cpp ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp)
+    ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_constants.cpp ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_kv_cache.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/ggml/tq_state.cpp)
 target_sources(llama PRIVATE ${GRAPH})
 target_include_directories(llama PRIVATE ggml tq)
 set_source_files_properties(${GRAPH} ${HOOK} TARGET_DIRECTORY llama ggml-cpu PROPERTIES

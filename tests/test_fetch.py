@@ -304,16 +304,20 @@ def test_a_failed_build_shows_why_and_keeps_its_log(tmp_path, monkeypatch, capsy
 
 
 def test_the_wheel_carries_each_library_once():
-    names = [path.name for path in library.lib_dir().iterdir()]
+    names = [path.name for path in libraries()]
     kinds = sorted(name.split(".")[0] for name in names)
     assert kinds == ["libggml", "libggml-base", "libggml-cpu", "libggml-rpc", "libllama", "libtq"], names
+
+
+def libraries() -> list[Path]:
+    return [path for path in library.lib_dir().iterdir() if path.name != "LICENSE.llama.cpp"]
 
 
 def test_the_libraries_find_each_other_from_their_own_folder():
     readelf = shutil.which("readelf")
     if readelf is None or not sys.platform.startswith("linux"):
         pytest.skip("needs readelf (binutils) and Linux")
-    for path in library.lib_dir().iterdir():
+    for path in libraries():
         said = subprocess.run([readelf, "-d", path], capture_output=True, text=True, check=True).stdout
         assert re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", said) == ["$ORIGIN"], path.name
 

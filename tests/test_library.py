@@ -68,7 +68,7 @@ def test_wrong_version_is_refused_before_anything_is_loaded(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     said = run(ACTIVATE + "print('llama_cpp' in sys.modules)", PYTHONPATH=path)
     assert "llama-cpp-python 0.3.35 is installed, but these libraries belong to 0.3.36" in said
-    assert "pip install llama-cpp-python==0.3.36" in said
+    assert "pip install --config-settings=wheel.cmake=false llama-cpp-python==0.3.36" in said
     assert said.endswith("False\n")
 
 
@@ -83,7 +83,7 @@ importlib.util.find_spec = lambda name, package=None: None
 """
     said = run(hide + ACTIVATE)
     assert said.startswith("EngineError: llama-cpp-python is not installed; run: ")
-    assert "pip install llama-cpp-python==0.3.36" in said
+    assert "pip install --config-settings=wheel.cmake=false llama-cpp-python==0.3.36" in said
 
 
 def test_no_libraries(tmp_path):

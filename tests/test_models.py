@@ -219,7 +219,7 @@ def test_the_other_models(name):
     if not row.installed and os.environ.get("TQ_TEST_ALL_MODELS") != "1":
         pytest.skip(f"{name} is not in the cache folder; set TQ_TEST_ALL_MODELS=1 to fetch it ({row.size >> 20} MiB)")
     if not row.installed and row.licence_env and os.environ.get(row.licence_env) != "1":
-        pytest.skip(f"{name} needs its licence accepted: {row.licence_env}=1")
+        pytest.skip(f"{name}: `tq-ggml models get {name} --accept-licence`, or {row.licence_env}=1")
     path = models.get(name, progress=False)
     assert sha256(path) == row.sha256
     assert models.check_gguf(path).n_layer > 0

@@ -5,6 +5,7 @@ Importing this module loads the libraries (`tq_ggml.library.activate`); `tq_ggml
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import inspect
 import os
@@ -142,6 +143,26 @@ class Llama(llama_cpp.Llama):
             f"f16 would be {self.kv_bytes_f16 / _MIB:.2f} MiB ({self.kv_bytes_f16 / total:.2f}x); "
             f"flash attention {'on' if flash else 'off'}; {self.conditioned_layers}"
         )
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """The parent's: go on where `save_state` was called.
+
+        Raises:
+            EngineError: the state is of another model, cache type, rotation, context or calibration, and nothing has
+                changed; or it is damaged, and the cache is empty now.
+        """
+        if state.input_ids.shape != self.input_ids.shape:
+            raise EngineError(f"the state was saved with n_ctx={state.input_ids.size}, and here it is {self.n_ctx()}")
+        if state.scores.shape != self.scores[: state.n_tokens].shape:
+            raise EngineError("the state was saved with another n_batch, logits_all or vocabulary")
+        # First, because the parent sets its own fields before it knows whether llama.cpp takes the cache.
+        data = (ctypes.c_uint8 * max(len(state.llama_state), 1)).from_buffer_copy(state.llama_state or b"\0")
+        engine_log.clear()
+        if llama_cpp.llama_state_set_data(self.ctx, data, len(data)) != len(data):
+            if llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self.ctx), 0) < 0:
+                self.reset()
+            raise EngineError(f"the state is refused{engine_log.reason()}")
+        super().load_state(state)
 
     def close(self) -> None:
         """Free model and cache; also safe after a constructor that failed before the parent's."""

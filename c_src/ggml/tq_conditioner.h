@@ -13,6 +13,7 @@
 
 class llama_kv_cache;
 struct llama_cparams;
+struct tq_digest;
 
 enum tq_conditioned_mode { TQ_PLAIN, TQ_SCALED, TQ_CONSTANT, TQ_POSITIONAL };
 
@@ -38,10 +39,12 @@ struct tq_stored_moments {
     std::vector<float> mean, start, variance, covariance, query_energy, query_product;
 };
 
-// The constants that a model carries in its metadata, or a side file holds (tq_ggml/calibration.py writes both).
-struct tq_model_constants {
-    std::map<int, tq_stored_moments> layers;
-    std::string                      problem;  // what is wrong with them; then there are no layers
+// What we keep of a model's file, or of a side file: the constants in its metadata (tq_ggml/calibration.py writes
+// them).
+struct tq_model_facts {
+    std::map<int, tq_stored_moments> layers;      // empty: it carries none
+    std::string                      problem;     // what is wrong with them; then there are no layers
+    uint64_t                         digest = 0;  // of its tensors, for saved states (tq_state.h)
 };
 
 // How far each pair has turned at each block of positions: tq_key_mean's table.
@@ -111,7 +114,8 @@ public:
         return layers;
     }
 
-    bool                conditions() const;  // any layer's keys
+    bool                conditions() const;                                               // any layer's keys
+    void                add_to(tq_digest & digest, const llama_cparams & cparams) const;  // what stored keys depend on
     const tq_filtered * filtered(const tq_filtered & what);
 
     const tq_row_filter filter;

@@ -10,6 +10,7 @@
 #include "tq_constants.h"
 #include "tq_flash_attn.h"
 #include "tq_kv_access.h"
+#include "tq_state.h"
 
 #include <algorithm>
 #include <cmath>
@@ -325,16 +326,16 @@ void tq_conditioner::take_from_model() {
     if (choice == "off" || (choice == "auto" && !is_ours(kv.type_k()))) {
         return;
     }
-    const auto found = is_file ? tq_read_constants(choice.c_str()) : access::model(kv).tq;
-    if (found == nullptr) {
+    const auto found = is_file ? tq_read_side_file(choice.c_str()) : access::model(kv).tq;
+    if (!found->problem.empty()) {
+        throw std::runtime_error("tq-ggml: the calibration in " + (is_file ? choice : "the model") +
+                                 " is unusable: " + found->problem + "; make it again, or set TQ_GGML_CALIBRATION=off");
+    }
+    if (found->layers.empty()) {
         LLAMA_LOG_WARN(
             "tq-ggml: the model carries no calibration, so its keys are not conditioned, which costs quality; "
             "`tq-ggml calibrate MODEL -o COPY` writes a copy that does\n");
         return;
-    }
-    if (!found->problem.empty()) {
-        throw std::runtime_error("tq-ggml: the calibration in " + (is_file ? choice : "the model") +
-                                 " is unusable: " + found->problem + "; make it again, or set TQ_GGML_CALIBRATION=off");
     }
     constants = found->layers;
     LLAMA_LOG_INFO("tq-ggml: constants for the keys of %zu layers\n", constants.size());
@@ -436,6 +437,22 @@ const tq_conditioned_layer & tq_conditioner::layer(const llama_cparams & cparams
 const tq_conditioned_layer * tq_conditioner::find(int il) const {
     const auto found = layers.find(access::writer(kv, il));
     return found != layers.end() && found->second->mode != TQ_PLAIN ? found->second.get() : nullptr;
+}
+
+// The constants and the context, not the scale made of them: its last bit depends on the machine's mathematics library.
+void tq_conditioner::add_to(tq_digest & digest, const llama_cparams & cparams) const {
+    for (const auto & [il, layer] : layers) {
+        if (layer->mode == TQ_PLAIN) {
+            continue;
+        }
+        const tq_stored_moments & s = constants.at(il);
+        for (int32_t x : { il, (int) layer->mode, mean_block, (int) cparams.n_ctx_seq }) {
+            digest.add(x);
+        }
+        for (const auto * x : { &s.mean, &s.start, &s.variance, &s.covariance, &s.query_energy, &s.query_product }) {
+            digest.add(x->data(), x->size() * sizeof(float));
+        }
+    }
 }
 
 const tq_filtered * tq_conditioner::filtered(const tq_filtered & what) {

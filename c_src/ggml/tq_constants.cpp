@@ -1,8 +1,11 @@
 #include "tq_constants.h"
 
 #include "gguf.h"
+#include "llama-model-loader.h"
 #include "tq_conditioner.h"
+#include "tq_state.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -52,11 +55,11 @@ static tq_stored_moments read_layer(const gguf_context * metadata, const std::st
     return s;
 }
 
-std::shared_ptr<const tq_model_constants> tq_read_constants(const gguf_context * metadata) {
-    if (gguf_find_key(metadata, "tq_ggml.version") < 0) {
-        return nullptr;
-    }
-    auto out = std::make_shared<tq_model_constants>();
+static bool has_constants(const gguf_context * metadata) {
+    return gguf_find_key(metadata, "tq_ggml.version") >= 0;
+}
+
+static void read_constants(const gguf_context * metadata, tq_model_facts & facts) {
     try {
         if (const uint32_t version = number(metadata, "version"); version != CALIBRATION_VERSION) {
             throw std::runtime_error("it has version " + std::to_string(version) + ", and this build reads " +
@@ -65,24 +68,53 @@ std::shared_ptr<const tq_model_constants> tq_read_constants(const gguf_context *
         for (int il = 0; il < MAX_LAYERS; il++) {
             const std::string layer = "layer." + std::to_string(il) + ".";
             if (const uint32_t n_head_kv = number(metadata, layer + "head_count_kv")) {
-                out->layers[il] = read_layer(metadata, layer, n_head_kv);
+                facts.layers[il] = read_layer(metadata, layer, n_head_kv);
             }
         }
     } catch (const std::runtime_error & problem) {
-        out->layers.clear();
-        out->problem = problem.what();
+        facts.layers.clear();
+        facts.problem = problem.what();
     }
-    return out;
 }
 
-std::shared_ptr<const tq_model_constants> tq_read_constants(const char * path) {
-    gguf_context * metadata = gguf_init_from_file(path, { /* .no_alloc = */ true, /* .ctx = */ nullptr });
-    auto           out      = metadata != nullptr ? tq_read_constants(metadata) : nullptr;
-    gguf_free(metadata);
-    if (out == nullptr) {
-        auto none     = std::make_shared<tq_model_constants>();
-        none->problem = metadata != nullptr ? "it holds no calibration" : "it cannot be read as a GGUF";
-        return none;
+// Of every tensor its name, type, shape and a few bytes from the middle. Read from the file, because what is in memory
+// depends on the backend.
+static uint64_t digest_of_tensors(llama_model_loader & loader) {
+    tq_digest d;
+    for (const auto & [name, weight] : loader.weights_map) {
+        char         bytes[64];
+        const size_t size = ggml_nbytes(weight.tensor), n = std::min(size, sizeof(bytes));
+        d.add(name.data(), name.size());
+        d.add(weight.tensor->type);
+        d.add(weight.tensor->ne);
+        if (weight.idx < loader.files.size() && n > 0) {
+            llama_file & file = *loader.files[weight.idx];
+            file.seek(weight.offs + (size - n) / 2, SEEK_SET);
+            file.read_raw(bytes, n);
+            d.add(bytes, n);
+        }
     }
-    return out;
+    return d.value;
+}
+
+std::shared_ptr<const tq_model_facts> tq_read_model(llama_model_loader & loader) {
+    auto facts = std::make_shared<tq_model_facts>();
+    if (has_constants(loader.metadata)) {
+        read_constants(loader.metadata, *facts);
+    }
+    facts->digest = digest_of_tensors(loader);
+    return facts;
+}
+
+std::shared_ptr<const tq_model_facts> tq_read_side_file(const char * path) {
+    auto                   facts = std::make_shared<tq_model_facts>();
+    const gguf_context_ptr metadata(gguf_init_from_file(path, { /* .no_alloc = */ true, /* .ctx = */ nullptr }));
+    if (metadata == nullptr) {
+        facts->problem = "it cannot be read as a GGUF";
+    } else if (!has_constants(metadata.get())) {
+        facts->problem = "it holds no calibration";
+    } else {
+        read_constants(metadata.get(), *facts);
+    }
+    return facts;
 }

@@ -1,14 +1,14 @@
-// Reading the constants of key conditioning from GGUF metadata, for programs that have no tq_ggml to do it.
+// What we need to know of a model's file: the constants of key conditioning in its metadata, for programs that have no
+// tq_ggml to read them, and which model it is.
 #ifndef TQ_CONSTANTS_H
 #define TQ_CONSTANTS_H
 
 #include <memory>
 
-struct gguf_context;
-struct tq_model_constants;
+struct llama_model_loader;
+struct tq_model_facts;
 
-// NULL where there are none.
-std::shared_ptr<const tq_model_constants> tq_read_constants(const gguf_context * metadata);
-std::shared_ptr<const tq_model_constants> tq_read_constants(const char * path);
+std::shared_ptr<const tq_model_facts> tq_read_model(llama_model_loader & loader);
+std::shared_ptr<const tq_model_facts> tq_read_side_file(const char * path);
 
 #endif  // TQ_CONSTANTS_H

@@ -33,6 +33,14 @@ struct tq_kv_cache_access {
         return !kv.v_trans;
     }
 
+    static bool rotates_keys(const llama_kv_cache & kv) {
+        return kv.attn_rot_k;
+    }
+
+    static bool rotates_values(const llama_kv_cache & kv) {
+        return kv.attn_rot_v;
+    }
+
     // The cache whose cells, and maybe keys, kv shares; NULL for a cache of its own.
     static llama_kv_cache * other(const llama_kv_cache & kv) {
         return kv.other;
