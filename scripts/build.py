@@ -102,11 +102,11 @@ def usable(tree: Path) -> bool:
 
 
 def package() -> int:
-    """The package, editable, in its build tree."""
+    """The package, editable, in its build tree, with what `tq-ggml serve` needs."""
     tree = build_tree()
     if tree and not usable(tree):
         (tree / "CMakeCache.txt").unlink()
-    return run("tq-ggml and llama.cpp", [*PIP, "--editable", str(ROOT)])
+    return run("tq-ggml and llama.cpp", [*PIP, "--editable", f"{ROOT}[server]"])
 
 
 def targets(names: list[str]) -> int:

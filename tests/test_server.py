@@ -484,4 +484,5 @@ def test_missing_packages_are_named(smollm2_path, tmp_path):
     command = [sys.executable, "-m", "tq_ggml", "serve", "-m", str(smollm2_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == "tq-ggml: error: the server needs more packages (fastapi); pip install 'tq-ggml[server]'\n"
+    command = f"{sys.executable} -m pip install 'tq-ggml[server]'"
+    assert done.stderr == f"tq-ggml: error: the server needs more packages (fastapi); run: {command}\n"
