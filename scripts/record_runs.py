@@ -145,8 +145,8 @@ def runs(name: str, folder: str) -> str:
 
 def main() -> None:
     page = (
-        "# Recorded runs\n\n`scripts/record_runs.py` wrote this: every piece of daily use on two models, as it answered, the "
-        f"last {SHOWN} lines of each.\nSpeeds are of a shared two-core machine.\n\n"
+        "# Recorded runs\n\n`scripts/record_runs.py` wrote this: every piece of daily use on two models, as it "
+        f"answered, the\nlast {SHOWN} lines of each. Speeds are of a shared two-core machine.\n\n"
     )
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
