@@ -37,8 +37,9 @@ try:
     from tq_ggml.gate import Gate, Line, explain
     from tq_ggml.served import ServedLlama
 except ImportError as problem:
-    command = f"{sys.executable} -m pip install 'tq-ggml[server]'"
-    raise TqError(f"the server needs more packages ({problem.name}); run: {command}") from None
+    raise TqError(
+        f"the server needs more packages ({problem.name}); run: {sys.executable} -m pip install 'tq-ggml[server]'"
+    ) from None
 
 _ANSWER_SECONDS = 5  # for an engine that has been told to stop, before connections are cut
 _upstream_explains = RouteErrorHandler.error_message_wrapper
